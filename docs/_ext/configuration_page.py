@@ -19,7 +19,6 @@ from raysim.config.sections.groups import GroupLocal
 from raysim.config.sections.local import Local
 from raysim.models import build
 from raysim.models.nets import zoo
-from raysim.planning.simulated_costs import Costs
 from raysim.reports.claims.claim_section import Claim
 from raysim.rules.methods import registry
 from raysim.rules.tasks.shipped_tasks import TASKS
@@ -42,7 +41,6 @@ def pages() -> dict[str, str]:
         "configuration": "\n".join(_config()),
         "other_sections": "\n".join(sections),
         "attack_options": "\n".join(_keys("", AttackOptions, 3)),
-        "costs": "\n".join(_keys("", Costs, 3)),
     }
 
 

@@ -21,7 +21,7 @@ from raysim.system.signals import leave_at_once
 # isort: off
 # Each module adds its commands when it is imported. `raysim --help` lists them in this order.
 from raysim.cli import run_resume, sweep, jobs, report, ledger  # noqa: F401
-from raysim.cli import forecast_bench_attacks, list_data_doctor, ui  # noqa: F401
+from raysim.cli import bench_theory_attacks, list_data_doctor, ui  # noqa: F401
 from raysim.cli.pages import authoring  # noqa: F401
 
 
@@ -76,7 +76,7 @@ def _folder_is_gone() -> bool:
     return False
 
 
-WITH_OVERRIDES = ("run", "resume", "sweep", "forecast", "bench")
+WITH_OVERRIDES = ("run", "resume", "sweep", "bench")
 """Commands that take key=value."""
 
 

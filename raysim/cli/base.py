@@ -25,9 +25,7 @@ app = typer.Typer(
 report_app = typer.Typer(no_args_is_help=True, help="Reports on runs: tables, plots, claims.")
 job_app = typer.Typer(no_args_is_help=True, help="Jobs of a cluster: list, logs, stop.")
 data_app = typer.Typer(no_args_is_help=True, help="Data sets: fetch them, look at them.")
-ledger_app = typer.Typer(
-    no_args_is_help=True, help="Ledgers: merge, check, carry over to new keys or changed code."
-)
+ledger_app = typer.Typer(no_args_is_help=True, help="Ledgers: merge, check.")
 tracking_app = typer.Typer(no_args_is_help=True, help="Records that are not yet in MLflow.")
 for name, group in (
     ("report", report_app),

@@ -1,4 +1,4 @@
-"""`raysim ledger`: merge ledgers, check them, and carry them over to new keys."""
+"""`raysim ledger`: merge ledgers and check them."""
 
 from __future__ import annotations
 
@@ -113,31 +113,3 @@ def _differences_of_row(row: Row, overrides: dict[str, Any]) -> list[str]:
     result = recomputed.recompute(row, overrides)
     say(result.text)
     return [result.text] if result.is_comparable and not result.same else []
-
-
-@ledger_app.command("carry")
-def carry(
-    file: File,
-    out: Out,
-    keys: Keys = None,
-    rename: Annotated[
-        list[str] | None, typer.Option(help="OLD=NEW: a configuration key that was renamed")
-    ] = None,
-) -> None:
-    """Write a ledger with current keys and code, after rows trained again gave equal digests."""
-    from raysim.config.loading import parse_overrides
-    from raysim.ledger import ledger_file
-    from raysim.runs import recomputed
-
-    if out.exists():
-        raise ConfigError(f"--out: {out} exists; name another file")
-    renamed: dict[str, str] = {}
-    for text in rename or []:
-        old, _, new = text.partition("=")
-        if not old or not new:
-            raise ConfigError(f"--rename: '{text}' is not OLD=NEW")
-        renamed[old] = new
-    rows = ledger_file.read_rows([file], aside, missing=_MISSING)
-    carried = recomputed.carry_rows(rows, renamed, print, parse_overrides(keys or []))
-    ledger_file.write_rows(out, carried)
-    say(f"{len(carried)} rows in {out}")

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from raysim.config.schema import Config
 from raysim.config.sections.base import is_due
 from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.config.sections.schedule import Sync
@@ -220,9 +221,15 @@ def why_not(plan: Plan) -> str | None:
         return (
             "clients make different numbers of local steps; use local.steps instead of local.epochs"
         )
-    if c.local.max_grad_norm or c.local.weight_decay or c.privacy:
+    return _why_other_steps(c)
+
+
+def _why_other_steps(c: Config) -> str | None:
+    """Return why local steps are not plain steps along gradients; None if they are."""
+    local = c.local
+    if local.max_grad_norm or local.weight_decay or c.privacy:
         return "local.max_grad_norm, local.weight_decay or privacy changes the gradients of steps"
-    if c.local.optimizer != PLAIN_SGD or c.local.accumulate > 1 or c.local.autocast:
+    if local.optimizer != PLAIN_SGD or local.accumulate > 1 or local.autocast:
         return "local.optimizer, local.accumulate or local.autocast changes the local steps"
     return None
 
@@ -243,13 +250,7 @@ def departures(plan: Plan) -> list[str]:
             f"server rule '{plan.server.name}' weighs clients differently "
             "(weights: uniform does not)"
         )
-    samples_empty_clients = schedule.size < len(plan.clients) and plan.problem.n_nonempty < len(
-        plan.clients
-    )
-    if samples_empty_clients or (
-        isinstance(schedule, Sync)
-        and (schedule.deadline or schedule.client_dropout or schedule.availability)
-    ):
+    if _cohorts_vary(plan):
         violated.append(
             "rounds have different numbers of clients (schedule.deadline, schedule.client_dropout, "
             "schedule.availability, or clients without data)"
@@ -264,6 +265,17 @@ def departures(plan: Plan) -> list[str]:
             "augmentation and no dropout)"
         )
     return violated
+
+
+def _cohorts_vary(plan: Plan) -> bool:
+    """Return whether rounds may have different numbers of clients."""
+    schedule = plan.config.schedule
+    n_clients = len(plan.clients)
+    if schedule.size < n_clients and plan.problem.n_nonempty < n_clients:
+        return True  # clients without data are sampled
+    if not isinstance(schedule, Sync):
+        return False
+    return bool(schedule.deadline or schedule.client_dropout or schedule.availability)
 
 
 def _heavy_ball(server: ServerRule) -> tuple[float, float] | None:
@@ -430,27 +442,28 @@ class ConvergenceMonitor(Probe):
 
         See `Probe.follow`.
         """
-        eps = {} if record["round"] == 0 or not record.get("clients/used") else self._eps(record)
-        measured = {
-            k.removeprefix("theory/"): v for k, v in record.items() if k.startswith("theory/")
-        }
-        self._note({k: eps[k] for k in ("eps_l_max", "eps_g") if k in eps})
-        if "grad_norm2" not in measured:
+        eps = self._eps(record)
+        self._note({key: value for key, value in eps.items() if key in self.largest})
+        if "theory/grad_norm2" not in record:
             return {}
-        self._note(
-            {"rho2_max": measured["rho2_max"], "L": self.L or measured.get("curvature", 0.0)}
-        )
+        curvature = record.get("theory/curvature", 0.0)
+        self._note({"rho2_max": record["theory/rho2_max"], "L": self.L or curvature})
         if record["round"] == 0:
-            self.gap = measured["f"] - self.f_star
-        metrics = {**{k: v for k, v in eps.items() if v is not None}, "L": self.largest["L"]}
+            self.gap = record["theory/f"] - self.f_star
+        metrics = {**eps, "L": self.largest["L"]}
         if self.norms:
             metrics["grad_norm2_mean"] = sum(self.norms) / len(self.norms)
-        self.norms.append(measured["grad_norm2"])
+        self.norms.append(record["theory/grad_norm2"])
         metrics |= self._theorem(int(record["round"]))
         return {k: float(v) for k, v in metrics.items() if v is not None}
 
     def _eps(self, record: Mapping[str, float]) -> dict[str, float | None]:
-        """Return ε_l and ε_g of a round: those that the rules report, else the defaults."""
+        """Return ε_l and ε_g of a round: those that the rules report, else the defaults.
+
+        It is {} for a round in which nobody trained.
+        """
+        if record["round"] == 0 or not record.get("clients/used"):
+            return {}
         client = self.default_eps["client"]
         server = self.default_eps["server"]
         eps_l = {k: record.get(f"client/{k}", client) for k in ("eps_l", "eps_l_max")}

@@ -38,23 +38,9 @@ def read_rows(paths: Iterable[str | Path], say: Say, missing: str = "") -> list[
     Raises:
         ConfigError: A file does not exist, is not a ledger, or cannot be read.
     """
-    rows = []
+    rows: list[Row] = []
     for path in map(Path, paths):
-        try:
-            text = path.read_bytes()
-        except OSError as error:
-            if isinstance(error, FileNotFoundError) and not missing:
-                continue
-            reason = error.strerror or error
-            hint = "give the file that raysim sweep --ledger wrote"
-            raise ConfigError(f"{missing or 'ledger'}: {path}: {reason}; {hint}") from None
-        text = text.removeprefix(codecs.BOM_UTF8)
-        if FIRST_BYTES not in text and not FIRST_BYTES.startswith(text.strip()):
-            raise ConfigError(
-                f"{missing or 'ledger (--ledger)'}: {path} is not a ledger: it has no row; name a "
-                "file that raysim sweep --ledger wrote, or a new one"
-            )
-        for number, line in enumerate(text.split(b"\n"), 1):
+        for number, line in enumerate(_content(path, missing).split(b"\n"), 1):
             if not line.strip():
                 continue
             place = f"{path}:{number}"
@@ -68,6 +54,25 @@ def read_rows(paths: Iterable[str | Path], say: Say, missing: str = "") -> list[
     return rows
 
 
+def _content(path: Path, missing: str) -> bytes:
+    """Return the bytes of a ledger, for a file that may be missing b""."""
+    try:
+        text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not missing:
+            return b""
+        raise ConfigError(
+            f"{missing or 'ledger'}: {path}: {error.strerror or error}; give the file that raysim "
+            "sweep --ledger wrote"
+        ) from None
+    if FIRST_BYTES not in text and not FIRST_BYTES.startswith(text.strip()):
+        raise ConfigError(
+            f"{missing or 'ledger (--ledger)'}: {path} is not a ledger: it has no row; name a "
+            "file that raysim sweep --ledger wrote, or a new one"
+        )
+    return text
+
+
 def _name_contradictions(rows: Sequence[Row], say: Say) -> None:
     """Name rows of one identity and one kind of CPU whose digests differ."""
     first: dict[tuple, Row] = {}
@@ -76,16 +81,19 @@ def _name_contradictions(rows: Sequence[Row], say: Say) -> None:
             continue
         other = first.setdefault((row.fingerprint, row.rounds, row.cpu), row)
         if other.digest != row.digest:
-            differing = [
-                f"{name} {other.versions[name]} and {row.versions[name]}"
-                for name in row.versions
-                if other.versions[name] != row.versions[name]
-            ]
-            cause = f"their versions differ: {', '.join(differing)}" if differing else "check both"
             say(
                 f"{other.place} and {row.place} have different digests for the same run on "
-                f"{row.cpu} ({row.title}); {cause}. The first one counts"
+                f"{row.cpu} ({row.title}); {_possible_cause(other, row)}. The first one counts"
             )
+
+
+def _possible_cause(row: Row, other: Row) -> str:
+    """Return why two rows of one run may have different digests."""
+    differing = []
+    for name, version in row.versions.items():
+        if version != other.versions[name]:
+            differing.append(f"{name} {version} and {other.versions[name]}")
+    return f"their versions differ: {', '.join(differing)}" if differing else "check both"
 
 
 def unique(rows: Iterable[Row]) -> list[Row]:
@@ -161,20 +169,6 @@ def check_writable(path: str | Path) -> None:
         raise ConfigError(f"ledger (--ledger): {path} {reason}; name a file in a folder of yours")
 
 
-def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
-    """Write a ledger anew, atomically.
-
-    Args:
-        path: The ledger.
-        rows: All its rows.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    with _locked(Path(path)):
-        _replace(path, rows)
-
-
 def merge(
     paths: Sequence[str | Path], out: str | Path, say: Say, missing: str
 ) -> tuple[list[Row], int]:
@@ -198,16 +192,11 @@ def merge(
     with _locked(Path(out)) if Path(out).exists() else nullcontext():
         rows = read_rows(paths, say, missing)
         kept = without_copies(rows)
-        _replace(out, kept)
+        try:
+            files.write_file(Path(out).resolve(), "".join(as_line(row) + "\n" for row in kept))
+        except OSError as error:
+            raise _unwritable(out, error) from None
     return kept, len(rows) - len(kept)
-
-
-def _replace(path: str | Path, rows: Iterable[Row]) -> None:
-    """Replace a ledger by one of these rows."""
-    try:
-        files.write_file(Path(path).resolve(), "".join(as_line(row) + "\n" for row in rows))
-    except OSError as error:
-        raise _unwritable(path, error) from None
 
 
 @contextmanager

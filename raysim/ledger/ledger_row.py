@@ -7,11 +7,9 @@
     digest          sha256 of the parameters after the last round; null if the row was cut
     cpu, versions, seconds
     config          resolved configuration, without what cannot change the results
-    history         metrics by round
+    history         metrics by round: see `raysim.ledger.kept`
     check           checksum of the row
 
-The history has the evaluations and other sparse metrics whole. What is logged every round is kept
-for the evaluated rounds, and of that only the loss, the costs and the user's own metrics.
 Arithmetic progressions of integers are written as {"from", "step", "count"}.
 """
 
@@ -21,43 +19,19 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
-from raysim.config.schema import Config
-from raysim.metrics import find_metric
 from raysim.system.json_files import parsed
 from raysim.tracking.recorder import flatten_parameters
 
 FORMAT = 1
 """Version of the format of a row."""
 
-EVALUATIONS = ("accuracy", "loss", "val/accuracy", "val/loss")
-"""Metrics that only evaluations log."""
-
-KEPT_OF_EVERY_ROUND = (
-    "train_loss",
-    "bytes_down",
-    "bytes_up",
-    "virtual_time",
-    "system/round_seconds",
-    "clients/used",
-    "staleness/mean",
-    "staleness/max",
-)
-"""Registered metrics of every round that a row keeps."""
-
 VERSIONS = ("raysim", "torch", "numpy", "python")
 """Versions that a row names."""
-
-_WITHOUT_EFFECT = ("tracking", "checkpoint", "client_state", "run_dir")
-"""Sections of the configuration that a row leaves out."""
-
-_RESOURCES = ("executor", "actors", "threads", "gpus", "server_gpus")
-"""Keys of `resources` that a row keeps."""
 
 Series = Mapping[int, float]
 """Values of a metric by round."""
@@ -107,160 +81,15 @@ class Row:
     @property
     def key(self) -> str:
         """Key that two rows share if they hold the same results, wherever they were computed."""
-        asked = [self.config.get(key) for key in ("name", "evaluate", "rounds")]
-        facts = [self.fingerprint, self.experiment, self.rounds, self.stopped, asked]
-        return json.dumps(facts, sort_keys=True)
+        name, evaluate, rounds = (self.config.get(key) for key in ("name", "evaluate", "rounds"))
+        facts = [self.fingerprint, self.experiment, self.rounds, self.stopped]
+        return json.dumps([*facts, name, evaluate, rounds], sort_keys=True)
 
     @property
     def ended(self) -> bool:
         """True if the section `stop` ended the run. Such a row also stands for longer runs."""
         is_short = self.rounds < self.config.get("rounds", 0)
         return is_short and bool(self.config.get("stop")) and not self.stopped
-
-    def cut_to(self, config: Config) -> Row | None:
-        """Return the row of a run of this configuration, or None if this row does not cover it.
-
-        The row covers the run if its identity is the same, and if it has at least its rounds and
-        its evaluations. A trial that was stopped early covers the rounds that it completed, and a
-        run that its section `stop` ended covers longer ones too.
-
-        Args:
-            config: Resolved configuration of the run.
-        """
-        is_short = self.rounds < config.rounds
-        if self.fingerprint != config.fingerprint or (is_short and not self.ended):
-            return None
-        wanted = kept_config(config)
-        if wanted["record_updates"] is not None or not self._measures_the_same(wanted):
-            return None
-        renamed = replace(self, config=wanted, experiment=config.tracking.experiment)
-        # The digest holds only for a run that this row has to its end.
-        whole = is_short or (self.rounds == config.rounds and not self.stopped)
-        if whole and self.config["evaluate"]["every"] == config.evaluate.every:
-            return renamed
-        rounds = range(config.rounds + 1)
-        due = {t for t in rounds if config.evaluate.due(t, config.rounds)}
-        if not due or not due <= evaluated_rounds(self.history):
-            return None
-        return replace(
-            renamed,
-            rounds=config.rounds,
-            history=_cut_history(self.history, rounds, due),
-            digest=self.digest if whole else None,
-            stopped="",
-            early_stopping=None,
-        )
-
-    def _measures_the_same(self, wanted: Mapping[str, Any]) -> bool:
-        """Return True if both measure the same, apart from how often they evaluate."""
-        same = [
-            {key: value for key, value in config["evaluate"].items() if key not in _HOW_OFTEN}
-            for config in (self.config, wanted)
-        ]
-        probed = any(same[1].get(key) for key in ("forgetting", "theory", "probes"))
-        return same[0] == same[1] and (not probed or self.rounds == wanted["rounds"])
-
-
-_HOW_OFTEN = ("every", "batch_size")
-"""Keys of `evaluate` that do not change what an evaluation measures."""
-
-
-def kept_config(config: Config) -> dict[str, Any]:
-    """Return the part of a resolved configuration that a row keeps.
-
-    Args:
-        config: Resolved configuration.
-    """
-    kept = config.model_dump(mode="json", exclude=set(_WITHOUT_EFFECT))
-    if config.stop is None:  # as in rows of versions that do not have it
-        kept.pop("stop")
-    kept["resources"] = {key: kept["resources"][key] for key in _RESOURCES}
-    kept["data"] = {k: v for k, v in kept["data"].items() if k not in ("root", "download")}
-    return kept
-
-
-def evaluated_rounds(history: Mapping[str, Series]) -> set[int]:
-    """Return the rounds that have an evaluation.
-
-    Args:
-        history: Values by metric and round.
-    """
-    return {t for name in EVALUATIONS for t in history.get(name, ())}
-
-
-def kept_history(records: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Series]:
-    """Return what a row keeps of the metrics of all rounds.
-
-    Args:
-        records: (round, metrics) of each round, by ascending rounds.
-
-    Returns:
-        Values by metric and round.
-    """
-    whole: dict[str, dict[int, float]] = {}
-    for t, record in records:
-        for name, value in record.items():
-            whole.setdefault(name, {})[t] = value
-    kept = {name: series for name, series in whole.items() if _is_kept(name)}
-    rounds = {t for t, _ in records}
-    evaluated = evaluated_rounds(whole)
-    # Without an evaluation the metrics of every round are all that the run has.
-    dense_rounds = {*evaluated, max(rounds)} if evaluated else rounds
-    return _cut_history(kept, rounds, dense_rounds)
-
-
-def _cut_history(
-    history: Mapping[str, Series], rounds: Container[int], dense_rounds: Container[int]
-) -> dict[str, Series]:
-    """Return a history of some rounds; metrics of every round keep only the `dense_rounds`."""
-    cut: dict[str, Series] = {}
-    for name, series in _cumulated(history).items():
-        kept_rounds = dense_rounds if _is_cut(name) else rounds
-        kept = {t: value for t, value in series.items() if t in kept_rounds}
-        if kept:
-            cut[name] = kept
-    return _uncumulated(cut)
-
-
-def _is_kept(name: str) -> bool:
-    """Return True if a row keeps a metric."""
-    metric = find_metric(name)
-    if metric is None or metric.users_own or name in KEPT_OF_EVERY_ROUND:
-        return True
-    return not metric.logged.startswith("every round") and not name.startswith("system/")
-
-
-def _is_cut(name: str) -> bool:
-    """Return True if a row keeps a metric only for the evaluated rounds."""
-    metric = find_metric(name)
-    return (
-        metric is None
-        or metric.users_own
-        or metric.is_count
-        or name in (*KEPT_OF_EVERY_ROUND, *EVALUATIONS)
-        or name.startswith(("accuracy/", "privacy/"))
-    )
-
-
-def _cumulated(history: Mapping[str, Series]) -> dict[str, Series]:
-    """Replace the seconds of each round by those since the start."""
-    seconds = history.get("system/round_seconds", {})
-    total = dict(zip(seconds, accumulate(seconds.values()), strict=True))
-    return {**history, "system/round_seconds": total} if total else dict(history)
-
-
-def _uncumulated(history: Mapping[str, Series]) -> dict[str, Series]:
-    """Replace the seconds since the start by those since the last round that is kept."""
-    total = history.get("system/round_seconds", {})
-    before = [0.0, *total.values()]
-    seconds = {
-        t: round(value - former, 4)
-        for (t, value), former in zip(total.items(), before, strict=False)
-    }
-    return {**history, "system/round_seconds": seconds} if seconds else dict(history)
-
-
-# -- a row as a line of text -----------------------------------------------------------------------
 
 
 class BadRow(ValueError):
@@ -313,9 +142,9 @@ def from_line(line: str, place: str = "") -> Row:
         raise BadRow(f"its format is {content['ledger']}, not {FORMAT}; use its raysim version")
     if content.pop("check", None) != _checksum(content):
         raise BadRow("its checksum is wrong; it was damaged or changed by hand")
+    if not re.fullmatch("[0-9a-f]{64}", str(content.get("fingerprint"))):
+        raise BadRow("its fingerprint is not a sha256")
     try:
-        if not re.fullmatch("[0-9a-f]{64}", content["fingerprint"]):
-            raise BadRow("its fingerprint is not a sha256")
         return Row(
             content["fingerprint"],
             str(content["experiment"]),

@@ -1,1 +1,1 @@
-"""Before a run: fitness of this machine, benchmarks, forecasts of a cluster."""
+"""Before a run: fitness of this machine, and the fastest settings on it."""

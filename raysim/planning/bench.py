@@ -110,19 +110,17 @@ def bench(
     explain.validate(raw)  # also the keys that are replaced
     raw |= quiet
     load = loading_once()
-    plan, result = resolve_plan(raw, load), BenchResult()
-    fixed_keys = {
-        f"{section}.{key}"
-        for section in ("resources", "batching")
-        for key in raw.get(section) or {}
-    }
+    plan = resolve_plan(raw, load)
+    result = BenchResult()
+    fixed_keys: set[str] = set()
+    for section in ("resources", "batching"):
+        fixed_keys |= {f"{section}.{key}" for key in raw.get(section) or {}}
     for settings in candidates(plan, fixed_keys, blocks):
         candidate = Candidate(settings)
         result.candidates.append(candidate)
         try:
-            _measure_candidate(
-                resolve_plan(_with_settings(raw, settings), load), candidate, seconds
-            )
+            candidate_plan = resolve_plan(_with_settings(raw, settings), load)
+            _measure_candidate(candidate_plan, candidate, seconds)
         except RaysimError as error:
             candidate.problem = str(error).splitlines()[0]
         tell(candidate)

@@ -137,23 +137,21 @@ def _check_ray() -> tuple[bool, str]:
         starts_here = started and not joined
         open_to_all = starts_here and loopback.reached_from_outside()
         unasked = starts_here and not loopback.asks_for_token()
-        faults = [
-            *(["other machines can reach it"] if open_to_all else []),
-            *(
-                ["any user of this machine can use it without a token (unset RAY_AUTH_MODE)"]
-                if unasked
-                else []
-            ),
-            *(
-                [f"others can read its token: chmod 600 {loopback.token_file()}"]
-                if loopback.token_is_open()
-                else []
-            ),
-        ]
+        faults = []
+        if open_to_all:
+            faults.append("other machines can reach it")
+        if unasked:
+            faults.append(
+                "any user of this machine can use it without a token (unset RAY_AUTH_MODE)"
+            )
+        if loopback.token_is_open():
+            faults.append(f"others can read its token: chmod 600 {loopback.token_file()}")
+        if faults:
+            return False, f"{size}, but {'; '.join(faults)}"
         reach = "a cluster" if joined else "is running"
         if starts_here:
             reach = "starts here, on 127.0.0.1, with a token"
-        return not faults, f"{reach}: {size}" if not faults else f"{size}, but {'; '.join(faults)}"
+        return True, f"{reach}: {size}"
     finally:
         if started:
             nodes.leave_cluster()

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from raysim.config import explain
 from raysim.errors import ConfigError, did_you_mean
+from raysim.ledger.kept import kept_config
 from raysim.ledger.ledger_file import read_rows, unique
-from raysim.ledger.ledger_row import Row, kept_config
+from raysim.ledger.ledger_row import Row
 from raysim.reports.tracked import FinishedRun, counted
 
 

@@ -23,7 +23,7 @@ from raysim.data.own import reading
 from raysim.data.partition import given_partitions
 from raysim.engine.plan import Probe
 from raysim.errors import ConfigError
-from raysim.metrics import METRICS_KEY
+from raysim.metrics.table import METRICS_KEY
 from raysim.rules import Algorithm, ClientRule, ClientSampling, LearningTask, ServerRule, TaskMetric
 from raysim.rules.contract import ALGORITHMS, CLIENT_RULES, SERVER_RULES
 from raysim.rules.tasks.shipped_tasks import TASKS
@@ -48,12 +48,13 @@ def named_inputs(
     """
     if not isinstance(inputs, Mapping):
         return parse_overrides(inputs)
-    return {
-        key: [_without_objects(key, item) for item in value]
-        if several and isinstance(value, list)
-        else _without_objects(key, value)
-        for key, value in inputs.items()
-    }
+    named: dict[str, Any] = {}
+    for key, value in inputs.items():
+        if several and isinstance(value, list):
+            named[key] = [_without_objects(key, item) for item in value]
+        else:
+            named[key] = _without_objects(key, value)
+    return named
 
 
 def named_source(source: str | Path | Mapping[str, Any]) -> str | Path | dict[str, Any]:
@@ -70,17 +71,29 @@ def named_source(source: str | Path | Mapping[str, Any]) -> str | Path | dict[st
 
 def _without_objects(key: str, value: Any) -> Any:
     """Return the value of a key, in any depth, without objects."""
-    for place, name_of in LISTS.items():
-        if value is not None and fnmatch.fnmatchcase(key, place):
-            return _list_without_objects(key, value, name_of)
+    name_of = _entry(LISTS, key)
+    if name_of is not None and value is not None:
+        return _list_without_objects(key, value, name_of)
     section = key.removesuffix(".name")
-    for place, name_of in SECTIONS.items():
-        if fnmatch.fnmatchcase(section, place) and section.count(".") == place.count("."):
-            named = _section(section, value, name_of)
-            return named["name"] if section != key and isinstance(named, Mapping) else named
+    name_of = _entry(SECTIONS, section)
+    if name_of is not None:
+        named = _section(section, value, name_of)
+        if section != key and isinstance(named, Mapping):
+            return named["name"]
+        return named
     if isinstance(value, Mapping) and key.partition(".")[0] in SECTIONS_ABOVE:
         return {inner: _without_objects(f"{key}.{inner}", item) for inner, item in value.items()}
     return _plain(key, value)
+
+
+def _entry(
+    entries: Mapping[str, Callable[[str, Any], Section]], key: str
+) -> Callable[[str, Any], Section] | None:
+    """Return the entry for a key, in which * stands for the name of a group; None without one."""
+    for place, name_of in entries.items():
+        if fnmatch.fnmatchcase(key, place) and key.count(".") == place.count("."):
+            return name_of
+    return None
 
 
 def _list_without_objects(

@@ -26,8 +26,9 @@ from raysim.rules.uploads import with_mode
 from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.python_inputs import named_inputs
 from raysim.runs.result import RunResult
-from raysim.runs.run import ForkOrigin, execute
+from raysim.runs.run import execute
 from raysim.runs.run_dir import find_run_dir, is_closed, make_run_dir
+from raysim.runs.tracked_start import ForkOrigin
 from raysim.server.central_server import Server
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import check_database
@@ -122,12 +123,12 @@ def reopen(
         ConfigError: a key would change the result, or the run is finished, still running, or not
             found.
     """
-    folder = find_run_dir(run, parse_overrides(overrides).get("tracking.uri"))
-    if "run_dir" in parse_overrides(overrides):
+    parsed = parse_overrides(overrides)
+    folder = find_run_dir(run, parsed.get("tracking.uri"))
+    if "run_dir" in parsed:
         raise ConfigError(
             f"run_dir: the run stays in {folder}; leave it out, or give --fork for a new run"
         )
-    parsed = parse_overrides(overrides)
     moved = {key: parsed[key] for key in MOVABLE if key in parsed}
     load = loading_once()
     before = resolve_plan(read_run_config(folder / "config.yaml", moved), load)
@@ -143,20 +144,26 @@ def reopen(
     if plan.config.tracking.required:
         check_database(plan.config.tracking.uri, folder)
     saved = _read_checkpoint(folder, before)
-    done = saved.facts["round"] if saved is not None else 0
-    reason = StopRule(plan.config, saved.facts["history"] if saved else ()).reason
-    if reason and is_closed(folder):
+    if saved is not None:
+        _refuse_finished(folder, plan, saved)
+    return plan, folder, saved
+
+
+def _refuse_finished(folder: Path, plan: Plan, saved: checkpoint.Checkpoint) -> None:
+    """Raise ConfigError if a run has no rounds left and was closed."""
+    closed = is_closed(folder)
+    reason = StopRule(plan.config, saved.facts["history"]).reason
+    if reason and closed:
         raise ConfigError(
             f"stop: the run in {folder} is finished, {reason}; with --fork stop=null it continues "
             "as a new run"
         )
+    done = saved.facts["round"]
     # A full disk, or a kill after the last round, can prevent the last steps of a run.
-    unclosed = done == plan.config.rounds and not is_closed(folder)
-    if saved is not None and done >= plan.config.rounds and not unclosed:
+    if done > plan.config.rounds or (done == plan.config.rounds and closed):
         raise ConfigError(
             f"rounds: {done} rounds are done in {folder}; to continue, give a larger rounds=N"
         )
-    return plan, folder, saved
 
 
 def _check_moved(folder: Path, plan: Plan, moved: Iterable[str]) -> None:
@@ -188,9 +195,9 @@ def forked(
         ConfigError: a key cannot change, the run is not found or has no checkpoint, or the new
             method cannot use the states of clients and server.
     """
-    folder = find_run_dir(run, parse_overrides(overrides).get("tracking.uri"))
-    finish_abandoned([folder])
     parsed = parse_overrides(overrides)
+    folder = find_run_dir(run, parsed.get("tracking.uri"))
+    finish_abandoned([folder])
     recorded = loading.read_config(folder / "config.yaml").get("files")
     load = loading_once()
     before = resolve_plan(read_run_config(folder / "config.yaml", {"files": None}), load)

@@ -17,9 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from raysim.data import dataset_summary, partition_digest
 from raysim.engine.executor import Executor
 from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine, Record
@@ -28,35 +25,24 @@ from raysim.engine.state import checkpoint, client_store
 from raysim.errors import ConfigError, RaysimError, in_a_line, round_name
 from raysim.prepare.checks import check_address
 from raysim.prepare.resolve import prepare
-from raysim.runs import git
-from raysim.runs.artifacts.description import NOTE, describe
 from raysim.runs.artifacts.export import log_models
 from raysim.runs.artifacts.written_files import write_artifacts
 from raysim.runs.progress import ProgressCallback, shown
-from raysim.runs.provenance import REQUIREMENTS_FILE, command_tag, versions
 from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import RunResult, best_figures, parameters_digest, write_parameters
 from raysim.runs.run_dir import (
     PARAMETERS_FILE,
-    SOURCES_FOLDER,
     forget,
     how_to_continue,
     make_run_dir,
     without_secrets,
     write_config,
 )
+from raysim.runs.tracked_start import ForkOrigin, start_tracking
 from raysim.system import files, lock, output, processes, startup_stages
-from raysim.system.cpu_kind import cpu_kind
 from raysim.system.signals import Signals, stoppable
 from raysim.tracking.followers import FollowedRun, require_packages
-from raysim.tracking.recorder import (
-    FORK_CHANGES,
-    FORK_ROUND,
-    RESUMED_ROUNDS,
-    Recorder,
-    Status,
-    Untracked,
-)
+from raysim.tracking.recorder import Recorder, Status, Untracked
 from raysim.tracking.spool import SPOOL_FILE
 from raysim.tracking.tracker import Tracker
 
@@ -65,16 +51,6 @@ logger = logging.getLogger("raysim")
 
 TEMPORARY_PREFIX = "raysim-untracked-"
 """Beginning of the names of folders that are removed when Python exits."""
-
-
-@dataclass
-class ForkOrigin:
-    """Origin of a fork."""
-
-    run_id: str
-    """MLflow id of the forked run."""
-    changes: str
-    """Changed keys with old and new values, as text."""
 
 
 def run(
@@ -182,10 +158,7 @@ def execute(
             # The start of Ray has replaced the handlers.
             signals.install()
             engine = run.start(executor, saved, signals)
-            if origin is not None:
-                # The history of a fork begins with that of the forked run.
-                for record in engine.history:
-                    run.log(engine, record, progress)
+            run.log_forked(engine, progress)
             first = round_name(saved.facts["round"]) if saved else "round 0 (before training)"
             startup_stages.begin(first)
             with signals.held():
@@ -328,7 +301,7 @@ class _OpenRun:
         """Start the tracked run and return its engine, in the state of a checkpoint if given."""
         if self.tracker.tracks:
             startup_stages.begin("opening MLflow")
-        run_id = _start_tracking(self.tracker, self.plan, self.run_dir, saved, self.origin)
+        run_id = start_tracking(self.tracker, self.plan, self.run_dir, saved, self.origin)
         self.followed = FollowedRun(self.also, self.run_dir)
         self.engine = engine = Engine(self.plan, executor, self.run_dir, run_id, signals)
         if saved is not None:
@@ -343,6 +316,12 @@ class _OpenRun:
             if not isinstance(reason, str):
                 reason = f"round {record['round']:g}: progress returned True"
             engine.end_early(reason)
+
+    def log_forked(self, engine: Engine, progress: ProgressCallback) -> None:
+        """Log the rounds before a fork: its history begins with that of the forked run."""
+        if self.origin is not None:
+            for record in engine.history:
+                self.log(engine, record, progress)
 
     def result(self, engine: Engine, seconds: float) -> RunResult:
         """Return the run's result; write the parameters if all rounds are completed."""
@@ -422,96 +401,3 @@ class _OpenRun:
         if self.tracker.run_id:
             self.tracker.tags({"error": why})
         self.tracker.finish("FAILED")
-
-
-# -- tracking ------------------------------------------------------------------------------------
-
-
-def _start_tracking(
-    tracker: Recorder,
-    plan: Plan,
-    run_dir: Path,
-    saved: checkpoint.Checkpoint | None,
-    origin: ForkOrigin | None,
-) -> str:
-    """Start or reopen the tracked run with its tags, data sets and code; return its id."""
-    about = {**run_tags(plan), **_tags_of(origin, saved), "run_dir": str(run_dir.absolute())}
-    before = (saved.facts["run_id"] if saved else "") or tracker.earlier
-    if before:
-        # The tags of the former end no longer apply.
-        about |= {"error": "", "stopped_early": "", **command_tag("resumed.command")}
-        about |= {RESUMED_ROUNDS: str(plan.config.rounds)}
-    else:
-        about |= {NOTE: describe(plan, run_dir), **command_tag()}
-    params = without_secrets(plan.config).model_dump(mode="json")
-    run_id = tracker.start(plan.label, params, about, run_id=before)
-    _track_inputs(tracker, plan)
-    tracker.artifact(run_dir / REQUIREMENTS_FILE)
-    if (run_dir / SOURCES_FOLDER).is_dir():
-        tracker.artifact(run_dir / SOURCES_FOLDER, SOURCES_FOLDER)
-    return run_id
-
-
-def run_tags(plan: Plan) -> dict[str, str]:
-    """Return the tags by which users filter runs in MLflow.
-
-    Args:
-        plan: the plan of the run.
-    """
-    c = plan.config
-    return {
-        "algorithm": plan.label,
-        "client_rule": plan.client.name,
-        "server_rule": plan.server.name,
-        "data": c.data.name,
-        "partition": c.partition.name,
-        "model": c.model.name,
-        "seed": str(c.seed),
-        "fingerprint": c.fingerprint,
-        "parameters": str(plan.problem.size),
-        **git.git_tags(),
-        **versions(),
-        "cpu_capability": cpu_kind(),
-        **(
-            {"privacy.unprotected": ", ".join(plan.client.unprotected_uploads)}
-            if c.example_privacy and plan.client.unprotected_uploads
-            else {}
-        ),
-    }
-
-
-def _tags_of(origin: ForkOrigin | None, saved: checkpoint.Checkpoint | None) -> dict[str, str]:
-    """Return the tags of a fork: its origin and its changes; {} for other runs."""
-    if origin is None or saved is None:
-        return {}
-    return {
-        "fork.of": origin.run_id,
-        FORK_ROUND: str(saved.facts["round"]),
-        FORK_CHANGES: origin.changes,
-    }
-
-
-def _track_inputs(tracker: Recorder, plan: Plan) -> None:
-    """Log the data set and the partition."""
-    data = plan.dataset
-    sizes = plan.clients.sizes
-    tracker.inputs(
-        data.name,
-        data.digest,
-        getattr(plan.config.data, "root", None) or data.name,
-        "training",
-        dataset_summary(data),
-    )
-    low, middle, high = (int(q) for q in np.quantile(sizes, (0, 0.5, 1)))
-    tracker.inputs(
-        f"partition-{plan.config.partition.name}",
-        partition_digest(plan.clients),
-        data.name,
-        "partition",
-        {
-            "clients": len(plan.clients),
-            "samples_min": low,
-            "samples_median": middle,
-            "samples_max": high,
-        },
-    )

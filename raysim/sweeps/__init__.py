@@ -3,7 +3,7 @@
     search_space.py    values of a key, and the grid points of several keys
     definition.py      a sweep with all its trials resolved and checked, before anything starts
     early_stopping.py  settings of early stopping, and the rungs at which trials are judged
-    ledger.py          trials from the rows of a ledger, and rows for it
+    sweep_ledger.py    trials from the rows of a ledger, and rows for it
     runner.py          a sweep from start to end, with a run of its own in the tracking store
     ray_tune.py        trials on Ray Tune: placement, progress, early stopping, retries
     trial.py           one trial in a separate process

@@ -31,7 +31,7 @@ from raysim.config.tracking_uri import redacted_uri, with_environment
 from raysim.engine import early_stop
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, did_you_mean
-from raysim.ledger.ledger_row import kept_config
+from raysim.ledger.kept import kept_config
 from raysim.prepare import resolve
 from raysim.reports import grouping
 from raysim.reports.claims.claim_section import Claim, check_sides, read_claims
@@ -174,17 +174,26 @@ class Sweep:
 
         A section whose name differs is left out. If a rule differs, so do method and rules.
         """
-        trials = [flatten_parameters(t.config.model_dump(mode="json")) for t in self.trials]
-        keys = dict.fromkeys(key for values in trials for key in values)
-        differ = {key for key in keys if len({values.get(key) for values in trials}) > 1}
+        differ = self._differing_keys()
         sections = {key.removesuffix(".name") for key in differ if key.endswith(".name")}
         if sections & set(SECTIONS_OF_RULES):
             sections |= set(SECTIONS_OF_RULES)
-        return {
-            key: value
-            for key, value in flatten_parameters(self.base).items()
-            if key not in differ and key.partition(".")[0] not in sections
-        }
+        common = {}
+        for key, value in flatten_parameters(self.base).items():
+            if key not in differ and key.partition(".")[0] not in sections:
+                common[key] = value
+        return common
+
+    def _differing_keys(self) -> set[str]:
+        """Return the keys whose values differ between trials."""
+        trials = [flatten_parameters(t.config.model_dump(mode="json")) for t in self.trials]
+        first = trials[0]
+        differ: set[str] = set()
+        for values in trials[1:]:
+            for key in first.keys() | values.keys():
+                if values.get(key) != first.get(key):
+                    differ.add(key)
+        return differ
 
     def done(self, trial: Trial) -> bool:
         """Return True if a trial needs no further work in this sweep.
@@ -278,7 +287,7 @@ def read_sweep(
     section = raw.get("sweep")
     grids, settings = _parse_sweep_section(section, settings_overrides)
     grids = [search_space.laid_over(grid, fixed, axes) for grid in grids]
-    drawn = {key: axis for grid in grids for key, axis in grid.items() if isinstance(axis, Draw)}
+    drawn = _drawn_keys(grids)
     _check_samples(settings.samples, drawn)
     if section is None and not axes:
         raise ConfigError(
@@ -291,6 +300,14 @@ def read_sweep(
     for grid in grids:
         points += search_space.points(grid, n_samples, settings.sample_seed)
     return SweepSpec(points, drawn, fixed, settings, source)
+
+
+def _drawn_keys(grids: Iterable[Mapping[str, Axis]]) -> dict[str, Draw]:
+    """Return the distributions of the keys that are drawn."""
+    drawn: dict[str, Draw] = {}
+    for grid in grids:
+        drawn |= {key: axis for key, axis in grid.items() if isinstance(axis, Draw)}
+    return drawn
 
 
 def _check_samples(samples: int | None, drawn: Mapping[str, Draw]) -> None:

@@ -75,7 +75,9 @@ class EarlyStopping(Section):
         while rung < last:
             rungs.append(rung)
             rung *= self.reduction_factor
-        return [*rungs, float(last)] if last < rounds else rungs
+        if last < rounds:
+            rungs.append(float(last))
+        return rungs
 
 
 class RungTracker:
@@ -87,10 +89,13 @@ class RungTracker:
     """
 
     def __init__(self, stopping: EarlyStopping | None, rounds: int):
-        self.stopping = stopping
-        self.left = deque(stopping.rungs(rounds) if stopping else ())
-        self.metric = (stopping.metric or "") if stopping else ""
+        self.left: deque[float] = deque()
         self.seen = False
+        self.metric = ""
+        if stopping is not None:
+            self.left.extend(stopping.rungs(rounds))
+            self.metric = stopping.metric or ""
+            self.worst = WORST_VALUE if stopping.lower else -WORST_VALUE
 
     def climb(self, record: Mapping[str, float]) -> dict[str, float] | None:
         """Return the rung that a record reaches with its value, or None between two rungs.
@@ -101,21 +106,21 @@ class RungTracker:
         Raises:
             RaysimError: the metric has not been logged up to the first rung.
         """
-        if not self.left or self.stopping is None:
+        if not self.left:
             return None
-        metric = self.metric
         t = record["round"]
-        self.seen = self.seen or metric in record
-        if t >= self.left[0] and not self.seen:
+        value = record.get(self.metric)
+        self.seen = self.seen or value is not None
+        if t < self.left[0]:
+            return None
+        if not self.seen:
             raise RaysimError(
                 f"sweep.early_stopping.metric: up to round {t:g} there is no "
-                f"'{metric}'{did_you_mean(metric, record)}"
+                f"'{self.metric}'{did_you_mean(self.metric, record)}"
             )
-        if t < self.left[0] or metric not in record:
+        if value is None:
             return None
-        reached = max(rung for rung in self.left if rung <= t)
-        self.left = deque(rung for rung in self.left if rung > t)
-        value = record[metric]
-        if not math.isfinite(value):
-            value = WORST_VALUE if self.stopping.lower else -WORST_VALUE
-        return {"rung": reached, "value": value}
+        reached = self.left.popleft()
+        while self.left and self.left[0] <= t:
+            reached = self.left.popleft()
+        return {"rung": reached, "value": value if math.isfinite(value) else self.worst}

@@ -30,7 +30,7 @@ from raysim.sweeps.trial import labels_of
 from raysim.system import files, output, processes
 from raysim.system.signals import stoppable
 from raysim.tracking.recorder import Recorder
-from raysim.tracking.tracker import Forwarder, Tracker
+from raysim.tracking.tracker import Tracker, Writer
 
 logger = logging.getLogger("raysim")
 
@@ -253,17 +253,15 @@ def _lock_trials(folder: Path) -> Iterator[None]:
 def _forwarding(sweep: Sweep, parent: str) -> Iterator[None]:
     """Send the records of all trials to the tracking store, those of earlier ones too."""
     tracking = sweep.tracking
-    forwarder = Forwarder(absolute_uri(restored_uri(tracking.uri)), tracking.experiment)
+    writer = Writer(absolute_uri(restored_uri(tracking.uri)), tracking.experiment)
     try:
         for trial in sweep.trials:
             if sweep.done(trial):
                 _adopt(trial, parent)
-            forwarder.follow(trial.folder)
+            writer.follow(trial.folder)
         yield
-        forwarder.finish()
-    except BaseException:
-        forwarder.finish()
-        raise
+    finally:
+        writer.finish()
 
 
 def _adopt(trial: Trial, parent: str) -> None:

@@ -114,7 +114,8 @@ def split_overrides(
         if len(pieces) > 1 and "" in pieces:
             raise ConfigError(f"override '{text}': a value is empty")
         values = [_parse_value(key, piece) for piece in pieces]
-        if len(values) > 1 or any(isinstance(value, Draw) or _is_range(value) for value in values):
+        varies = any(isinstance(value, Draw) or _is_range(value) for value in values)
+        if varies or len(values) > 1:
             axes[key] = parse_axis(key, values)
         else:
             fixed |= loading.parse_overrides([text])
@@ -126,11 +127,13 @@ def _split_mapping(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     fixed: dict[str, Any] = {}
     axes: dict[str, Axis] = {}
     for key, value in overrides.items():
-        is_list = isinstance(value, list | tuple)
-        varies = is_list or _is_range(value) or _parse_draw(key, value) is not None
         # The settings of the sweep itself, such as sweep.samples, do not vary.
-        if varies and key.partition(".")[0] != "sweep":
-            axes[key] = parse_axis(key, list(value) if is_list else value)
+        if key.partition(".")[0] == "sweep":
+            fixed[key] = value
+        elif isinstance(value, list | tuple):
+            axes[key] = parse_axis(key, list(value))
+        elif _is_range(value) or _parse_draw(key, value) is not None:
+            axes[key] = parse_axis(key, value)
         else:
             fixed[key] = value
     return fixed, axes
@@ -152,9 +155,11 @@ def parse_axis(key: str, values_text: Any) -> Axis:
     items = values_text if isinstance(values_text, list) else [values_text]
     values: list[Any] = []
     for item in items:
-        called = item if isinstance(item, Draw) else _parse_draw(key, item)
-        if called is None:
-            values += _ends(key, str(item)) if _is_range(item) else [item]
+        called = _parse_draw(key, item)
+        if called is None and _is_range(item):
+            values += _ends(key, item)
+        elif called is None:
+            values.append(item)
         elif called.kind == "range":
             values += _range(key, called)
         elif len(items) == 1:
@@ -175,18 +180,19 @@ def _parse_value(key: str, piece: str) -> Any:
 
 def _parse_draw(key: str, item: Any) -> Draw | None:
     """Return the draw that `uniform(0, 1)` or {uniform: [0, 1]} means, unchecked; else None."""
-    if (
-        isinstance(item, Mapping)
-        and len(item) == 1
-        and (kind := next(iter(item))) in _DRAW_ARGUMENTS
-    ):
-        arguments = item[kind]
-        return Draw(kind, tuple(arguments if isinstance(arguments, list) else [arguments]))
-    match = (
-        re.fullmatch(r"\s*([a-z_]+)\s*\((.*?)(\))?\s*", item, re.DOTALL)
-        if isinstance(item, str)
-        else None
-    )
+    if isinstance(item, Draw):
+        return item
+    if isinstance(item, Mapping) and len(item) == 1:
+        ((kind, arguments),) = item.items()
+        if kind not in _DRAW_ARGUMENTS:
+            return None
+        return Draw(kind, tuple(arguments) if isinstance(arguments, list) else (arguments,))
+    return _parse_call(key, item) if isinstance(item, str) else None
+
+
+def _parse_call(key: str, text: str) -> Draw | None:
+    """Return the draw that a text such as `uniform(0, 1)` means, unchecked; else None."""
+    match = re.fullmatch(r"\s*([a-z_]+)\s*\((.*?)(\))?\s*", text, re.DOTALL)
     if match is None:
         return None
     kind, inside, closed = match.groups()
@@ -196,11 +202,13 @@ def _parse_draw(key: str, item: Any) -> Draw | None:
         return None
     if not closed:
         raise ConfigError(
-            f"{key}: {item} is not closed; between braces put it into quotes, "
+            f"{key}: {text} is not closed; between braces put it into quotes, "
             f'"{kind}({_DRAW_ARGUMENTS[kind]})", or write '
             f"{{{kind}: [{_DRAW_ARGUMENTS[kind]}]}}"
         )
-    pieces = [piece.strip() for piece in _split_at_commas(inside)] if inside.strip() else []
+    if not inside.strip():
+        return Draw(kind, ())
+    pieces = [piece.strip() for piece in _split_at_commas(inside)]
     return Draw(kind, tuple(loading.parse_overrides([f"{key}={piece}"])[key] for piece in pieces))
 
 
@@ -211,16 +219,14 @@ def _checked_draw(key: str, draw: Draw) -> Draw:
             raise ConfigError(f"{key}: choice() is of nothing; write choice(a, b)")
         return Draw(kind, arguments)
     low, high = _parse_numbers(key, draw, 2, 2)
-    if low >= high:
-        suggestion = (
-            f"write {kind}({as_text(high)}, {as_text(low)})"
-            if low > high
-            else f"write {key}={as_text(low)}"
-        )
-        raise ConfigError(f"{key}: {draw}: low must be below high; {suggestion}")
+    if low == high:
+        raise ConfigError(f"{key}: {draw}: low must be below high; write {key}={as_text(low)}")
+    if low > high:
+        turned = f"{kind}({as_text(high)}, {as_text(low)})"
+        raise ConfigError(f"{key}: {draw}: low must be below high; write {turned}")
     if kind == "loguniform" and low <= 0:
         raise ConfigError(f"{key}: {draw}: low must be above 0; take uniform, or a larger low")
-    if kind == "randint" and any(isinstance(bound, float) for bound in arguments):
+    if kind == "randint" and (isinstance(low, float) or isinstance(high, float)):
         raise ConfigError(
             f"{key}: {draw}: the ends of randint are whole numbers; take uniform for fractions"
         )
@@ -228,9 +234,11 @@ def _checked_draw(key: str, draw: Draw) -> Draw:
 
 
 def _range(key: str, draw: Draw) -> list[Any]:
+    """Return the values of range(first, end, step), as Python's range has them."""
     numbers = _parse_numbers(key, draw, 1, 3)
-    first, end = (0, numbers[0]) if len(numbers) == 1 else numbers[:2]
-    step = numbers[2] if len(numbers) == 3 else 1
+    if len(numbers) == 1:
+        numbers = [0, *numbers]
+    first, end, step = numbers if len(numbers) == 3 else [*numbers, 1]
     if step == 0:
         raise ConfigError(f"{key}: {draw}: a step of 0 never ends; leave it out for steps of 1")
     try:
@@ -240,9 +248,8 @@ def _range(key: str, draw: Draw) -> list[Any]:
             f"{key}: {draw}: its numbers must be finite; write range(0, 1, 0.1), say"
         ) from None
     if count <= 0:
-        right = ", ".join(
-            as_text(value) for value in ((first, end, -step) if step != 1 else (end, first))
-        )
+        turned = (end, first) if step == 1 else (first, end, -step)
+        right = ", ".join(map(as_text, turned))
         raise ConfigError(f"{key}: {draw} is empty; write range({right}), say")
     _refuse_too_many(key, draw, count)
     values = [first + i * step for i in range(count)]
@@ -250,10 +257,10 @@ def _range(key: str, draw: Draw) -> list[Any]:
 
 
 def _parse_numbers(key: str, draw: Draw, fewest: int, most: int) -> list[Any]:
+    """Return the arguments of a draw, which must be so many numbers."""
     numbers = list(draw.arguments)
-    if not fewest <= len(numbers) <= most or not all(
-        type(number) in (int, float) for number in numbers
-    ):
+    are_numbers = {type(number) for number in numbers} <= {int, float}
+    if not are_numbers or not fewest <= len(numbers) <= most:
         raise ConfigError(
             f"{key}: {draw} is not understood; write "
             f"{draw.kind}({_DRAW_ARGUMENTS[draw.kind]}), in numbers"
@@ -262,16 +269,16 @@ def _parse_numbers(key: str, draw: Draw, fewest: int, most: int) -> list[Any]:
 
 
 def _is_range(value: Any) -> bool:
-    if (
-        isinstance(value, str)
-        and re.fullmatch(r"-?\w+\.\.-?\w*", value)
-        and not re.fullmatch(r"\d+\.\.\d+", value)
-    ):
+    """Return whether a value is a text such as 0..4; refuse what only looks like one."""
+    if not isinstance(value, str):
+        return False
+    is_range = re.fullmatch(r"\d+\.\.\d+", value) is not None
+    if not is_range and re.fullmatch(r"-?\w+\.\.-?\w*", value):
         raise ConfigError(
             f"{value} is not a range; give two whole numbers, 0..4, the smaller first, or "
             "range(-1, 1, 0.5)"
         )
-    return isinstance(value, str) and re.fullmatch(r"\d+\.\.\d+", value) is not None
+    return is_range
 
 
 def _ends(key: str, value: str) -> list[int]:
@@ -325,15 +332,13 @@ def grids(section: Any) -> list[dict[str, Axis]]:
         ConfigError: it is neither, or `parse_axis` refuses a key.
     """
     sections = section if isinstance(section, list) else [section]
-    if (
-        not all(
-            isinstance(grid, Mapping) and all(isinstance(key, str) for key in grid)
-            for grid in sections
-        )
-        or not sections
-    ):
+    if not sections or not all(map(_is_grid, sections)):
         raise ConfigError("sweep: expected a mapping of keys to values, or a list of such mappings")
     return [{key: parse_axis(key, values) for key, values in grid.items()} for grid in sections]
+
+
+def _is_grid(section: Any) -> bool:
+    return isinstance(section, Mapping) and all(isinstance(key, str) for key in section)
 
 
 def laid_over(
@@ -363,27 +368,22 @@ def check_size(grids: Iterable[Mapping[str, Axis]], samples: int) -> None:
     Raises:
         ConfigError: there are more than `MAX_TRIALS` trials.
     """
-    sizes = [
-        {key: 1 if isinstance(axis, Draw) else len(axis) for key, axis in grid.items()}
-        for grid in grids
-    ]
-    drawn = [
-        samples if any(isinstance(axis, Draw) for axis in grid.values()) else 1 for grid in grids
-    ]
-    total = sum(
-        times * prod(grid_sizes.values()) for grid_sizes, times in zip(sizes, drawn, strict=True)
+    total = 0
+    longest = (0, "")
+    for grid in grids:
+        lists = {key: len(axis) for key, axis in grid.items() if not isinstance(axis, Draw)}
+        total += prod(lists.values()) * (samples if len(lists) < len(grid) else 1)
+        longest = max([longest, *((count, key) for key, count in lists.items())])
+    if total <= MAX_TRIALS:
+        return
+    count, key = longest
+    reason = f"sweep.samples is {samples:,}"
+    if count > samples:
+        reason = f"{key} alone has {count:,} values"
+    raise ConfigError(
+        f"sweep: {total:,} trials, and {reason}; a sweep has {MAX_TRIALS:,} at most, so take "
+        "fewer, or several"
     )
-    if total > MAX_TRIALS:
-        count, key = max((count, key) for grid_sizes in sizes for key, count in grid_sizes.items())
-        most = (
-            f"{key} alone has {count:,} values"
-            if count > samples
-            else f"sweep.samples is {samples:,}"
-        )
-        raise ConfigError(
-            f"sweep: {total:,} trials, and {most}; a sweep has {MAX_TRIALS:,} at most, so take "
-            "fewer, or several"
-        )
 
 
 def points(grid: Mapping[str, Axis], samples: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -395,10 +395,9 @@ def points(grid: Mapping[str, Axis], samples: int, seed: int) -> Iterator[dict[s
         seed: seed of the draws.
     """
     draws = {key: axis for key, axis in grid.items() if isinstance(axis, Draw)}
-    values = {key: [] if isinstance(axis, Draw) else axis for key, axis in grid.items()}
     for number in range(samples if draws else 1):
-        for key, draw in draws.items():
-            values[key] = [draw.value(seed, _plain_key(key), number)]
+        drawn = {key: [draw.value(seed, _plain_key(key), number)] for key, draw in draws.items()}
+        values = {**grid, **drawn}
         for point in itertools.product(*values.values()):
             yield dict(zip(values, point, strict=True))
 
@@ -424,9 +423,9 @@ def varied_values(
                 values.append(value)
     varied = [key for key, values in axes.items() if len(values) > 1]
     for key in axes:
-        if key not in varied and _count(points, [*varied, key], base) > _count(
-            points, varied, base
-        ):
+        if key in varied:
+            continue
+        if _count(points, [*varied, key], base) > _count(points, varied, base):
             varied.append(key)
     return {key: values for key, values in axes.items() if key in varied}
 
@@ -435,13 +434,15 @@ def _count(
     points: Iterable[Mapping[str, Any]], keys: Iterable[str], base: Mapping[str, Any]
 ) -> int:
     """Return the number of points that differ in some keys."""
-    spellings = {key: (key, _plain_key(key), f"{key}.name") for key in keys}
     written = {key: _value_at(base, key) for key in keys}
-
-    def value(point: Mapping[str, Any], key: str) -> Any:
-        return next((point[name] for name in spellings[key] if name in point), written[key])
-
-    return len({as_text([value(point, key) for key in written]) for point in points})
+    different = set()
+    for point in points:
+        values = []
+        for key, default in written.items():
+            spellings = [key, _plain_key(key), f"{key}.name"]
+            values.append(next((point[name] for name in spellings if name in point), default))
+        different.add(as_text(values))
+    return len(different)
 
 
 def _value_at(base: Mapping[str, Any], key: str) -> Any:
@@ -459,4 +460,5 @@ def _value_at(base: Mapping[str, Any], key: str) -> Any:
 
 def _plain_key(key: str) -> str:
     """Return a key without `.name` where both mean the same, as for `algorithm.name`."""
-    return key.removesuffix(".name") if key.removesuffix(".name") in SECTIONS_WITH_NAME else key
+    section = key.removesuffix(".name")
+    return section if section in SECTIONS_WITH_NAME else key

@@ -10,7 +10,6 @@ draws.png              if keys are drawn: the best value over each of them
 from __future__ import annotations
 
 import csv
-import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from raysim.metrics import lower_is_better
 from raysim.reports.analysis import aggregate, plots
 from raysim.reports.analysis.curves import curves, grid
 from raysim.reports.table_text import ResultsTable
-from raysim.reports.tables import short, sort_key
+from raysim.reports.tables import TableRow, short, sort_key
 from raysim.reports.tracked import TrackedRun
 from raysim.runs.artifacts.description import commands, table
 from raysim.runs.provenance import command_line
@@ -64,8 +63,18 @@ class SweepResult:
     @property
     def stopped(self) -> list[tuple[Trial, str]]:
         """Trials that were stopped early, with the reason."""
-        results = [(trial, trial.result or {}) for trial in self.sweep.trials]
-        return [(trial, result["stopped"]) for trial, result in results if "stopped" in result]
+        stopped = []
+        for trial in self.sweep.trials:
+            result = trial.result or {}
+            if "stopped" in result:
+                stopped.append((trial, result["stopped"]))
+        return stopped
+
+    @property
+    def ended(self) -> list[Trial]:
+        """Trials that did not fail."""
+        failed = {trial.folder for trial, _ in self.failed}
+        return [trial for trial in self.sweep.trials if trial.folder not in failed]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -81,20 +90,16 @@ class SweepResult:
         trials = []
         for trial in self.sweep.trials:
             known = trial.result or {"run_dir": str(trial.folder), "error": errors[trial.folder]}
+            facts = {"values": trial.values, **known}
             # The id in the trial's own result is provisional; the spool has the id in MLflow.
-            run_id = Tail(trial.folder).run_id
-            trials.append(
-                {"values": trial.values, **known, **({"run_id": run_id} if run_id else {})}
-            )
-        return {
-            "run_id": self.run_id,
-            "dir": str(self.sweep.folder),
-            **self.counts,
-            "reused": self.reused,
-            **({} if self.from_ledger is None else {"from_ledger": self.from_ledger}),
-            "seconds": round(self.seconds, 3),
-            "trials": trials,
-        }
+            if run_id := Tail(trial.folder).run_id:
+                facts["run_id"] = run_id
+            trials.append(facts)
+        facts = {"run_id": self.run_id, "dir": str(self.sweep.folder), **self.counts}
+        facts["reused"] = self.reused
+        if self.from_ledger is not None:
+            facts["from_ledger"] = self.from_ledger
+        return {**facts, "seconds": round(self.seconds, 3), "trials": trials}
 
 
 MAX_TABLE_CHARACTERS = 5000
@@ -140,12 +145,12 @@ def write_summary(outcome: SweepResult) -> str:
     Returns:
         The table of the results as Markdown, or a sentence if no trial has finished.
     """
-    sweep, folder = outcome.sweep, outcome.sweep.folder
+    folder = outcome.sweep.folder
     # Remove files of an earlier attempt: this attempt may not write all of them again.
     for path in summary_files(folder):
         path.unlink()
     metric, runs = _trials_as_runs(outcome)
-    (folder / "trials.csv").write_text(_trials(outcome, metric, runs))
+    _write_trials(outcome, metric, runs)
     rows = aggregate.rows(runs, metric)
     if not any(row.result for row in rows):
         return "no trial has finished"
@@ -153,6 +158,13 @@ def write_summary(outcome: SweepResult) -> str:
     text = results.markdown()
     (folder / "table.md").write_text(text + "\n")
     (folder / "table.csv").write_text(results.csv() + "\n")
+    _plot(outcome.sweep, metric, runs, rows)
+    return text
+
+
+def _plot(sweep: Sweep, metric: str, runs: list[TrackedRun], rows: list[TableRow]) -> None:
+    """Plot the curves of the best rows, and the results over the keys that vary."""
+    folder = sweep.folder
     best = sorted(rows, key=sort_key)[:MAX_CURVES]
     shown = {run_id for row in best for run_id in row.run_ids}
     title = f"the best {MAX_CURVES} of {len(rows)}" if len(rows) > MAX_CURVES else ""
@@ -165,26 +177,24 @@ def write_summary(outcome: SweepResult) -> str:
         x, y = keys
         cells = grid(runs, x, y, metric)
         plots.plot_heatmap([("", *cells)], short(x), short(y), metric, folder / "heatmap.png")
-    return text
 
 
 def _trials_as_runs(outcome: SweepResult) -> tuple[str, list[TrackedRun]]:
     """Return the metric of the comparison, and all trials as runs; failed ones have no history."""
-    trials = outcome.sweep.trials
-    reasons = {trial.folder: "stopped early" for trial, _ in outcome.stopped}
-    reasons |= {trial.folder: "failed" for trial, _ in outcome.failed}
-    histories = []
-    for trial in trials:
-        has_failed = reasons.get(trial.folder) == "failed"
-        histories.append([] if has_failed else trial.history())
-    logged = {name for history in histories for _, record in history for name in record}
+    unfinished = {trial.folder: "stopped early" for trial, _ in outcome.stopped}
+    histories = {trial.folder: trial.history() for trial in outcome.ended}
+    for trial, _ in outcome.failed:
+        unfinished[trial.folder] = "failed"
+        histories[trial.folder] = []
+    logged = {name for history in histories.values() for _, record in history for name in record}
     metric = _metric_of_comparison(outcome.sweep, logged)
     runs = []
-    for trial, history in zip(trials, histories, strict=True):
+    for trial in outcome.sweep.trials:
+        history = histories[trial.folder]
         values = [(t, record[metric]) for t, record in history if metric in record]
         params = flatten_parameters(trial.config.model_dump(mode="json"))
-        unfinished = reasons.get(trial.folder, "")
-        runs.append(TrackedRun(trial.folder.name, params, values, unfinished=unfinished))
+        reason = unfinished.get(trial.folder, "")
+        runs.append(TrackedRun(trial.folder.name, params, values, unfinished=reason))
     return metric, runs
 
 
@@ -204,36 +214,29 @@ def _best(run: TrackedRun, metric: str) -> float | None:
     return run.best(lower_is_better(metric)) if run.history else None
 
 
-def _trials(outcome: SweepResult, metric: str, runs: list[TrackedRun]) -> str:
-    """Return the lines of trials.csv."""
-    errors = {trial.folder: error.splitlines()[0] for trial, error in outcome.failed}
-    reasons = {trial.folder: reason for trial, reason in outcome.stopped}
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+def _write_trials(outcome: SweepResult, metric: str, runs: list[TrackedRun]) -> None:
+    """Write the lines of trials.csv."""
+    reasons = {trial.folder: error.splitlines()[0] for trial, error in outcome.failed}
+    for trial, reason in outcome.stopped:
+        reasons.setdefault(trial.folder, reason)
     axes = [key for key in outcome.sweep.axes if key != "seed"]
     figures = [f"best {metric}", f"last {metric}", "seconds"]
-    writer.writerow(
-        [*axes, "seed", "state", "why", "rounds", "failed attempts", *figures, "run", "folder"]
-    )
-    for trial, run in zip(outcome.sweep.trials, runs, strict=True):
-        result = trial.result or {}
-        last = run.history[-1][1] if run.history else None
-        writer.writerow(
-            [
-                *(as_text(trial.values[key]) if key in trial.values else "" for key in axes),
-                *(trial.config.seed, run.unfinished or "finished"),
-                errors.get(trial.folder) or reasons.get(trial.folder, ""),
-                *(
-                    result.get("rounds"),
-                    trial.failures,
-                    _best(run, metric),
-                    last,
-                    result.get("seconds"),
-                ),
-                *(Tail(trial.folder).run_id, trial.folder),
-            ]
-        )
-    return text.getvalue()
+    with (outcome.sweep.folder / "trials.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*axes, *_STATE, *figures, "run", "folder"])
+        for trial, run in zip(outcome.sweep.trials, runs, strict=True):
+            result = trial.result or {}
+            state = run.unfinished or "finished"
+            why = reasons.get(trial.folder, "")
+            last = run.history[-1][1] if run.history else None
+            values = [as_text(trial.values[key]) if key in trial.values else "" for key in axes]
+            values += [trial.config.seed, state, why, result.get("rounds"), trial.failures]
+            values += [_best(run, metric), last, result.get("seconds")]
+            writer.writerow([*values, Tail(trial.folder).run_id, trial.folder])
+
+
+_STATE = ("seed", "state", "why", "rounds", "failed attempts")
+"""Columns of trials.csv after those of the keys that vary."""
 
 
 def _drawn(sweep: Sweep, metric: str, runs: list[TrackedRun]) -> dict[str, plots.Cloud]:
@@ -242,11 +245,13 @@ def _drawn(sweep: Sweep, metric: str, runs: list[TrackedRun]) -> dict[str, plots
     for key, draw in sweep.drawn.items():
         points = []
         for trial, run in zip(sweep.trials, runs, strict=True):
-            if key in trial.values and (best := _best(run, metric)) is not None:
-                value = trial.values[key]
-                points.append(
-                    (as_text(value) if draw.kind == "choice" else value, best, not run.unfinished)
-                )
+            best = _best(run, metric)
+            if best is None or key not in trial.values:
+                continue
+            value = trial.values[key]
+            if draw.kind == "choice":
+                value = as_text(value)
+            points.append((value, best, not run.unfinished))
         if points:
             clouds[key] = plots.Cloud(points, draw.kind == "loguniform")
     return clouds

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raysim.config.schema import Config
 from raysim.errors import ConfigError
+from raysim.ledger.kept import kept_config, kept_history
 from raysim.ledger.ledger_file import append_rows, check_writable, read_rows
-from raysim.ledger.ledger_row import VERSIONS, Row, kept_config, kept_history
+from raysim.ledger.ledger_row import VERSIONS, Row
+from raysim.ledger.matching import matching_row
 from raysim.runs.provenance import versions
 from raysim.runs.result import best_figures, last_and_best, write_history
 from raysim.runs.run_dir import HISTORY_FILE, without_secrets
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
-from raysim.sweeps.early_stopping import EarlyStopping
 from raysim.sweeps.trial import labels_of
 from raysim.system import files
 from raysim.tracking.recorder import Recorder
@@ -48,26 +49,18 @@ class SweepLedger:
     def __init__(self, path: str | Path, sweep: Sweep, say: Callable[[str], None]):
         self.path = Path(path)
         check_writable(self.path)
-        is_new = not self.path.exists()
-        rows = read_rows([self.path], say)
-        self._stopping = sweep.settings.early_stopping
-        self._known = {row.key for row in rows}
-        by_identity: dict[str, list[Row]] = {}
-        for row in rows:
-            by_identity.setdefault(row.fingerprint, []).append(row)
-        self.taken: dict[Path, Row] = {}
-        """Rows by the folders of the trials that they replace."""
-        found = 0
-        for trial in sweep.trials:
-            candidates = by_identity.get(trial.config.fingerprint, [])
-            if row := _row_for(trial.config, candidates, self._stopping):
-                found += 1
-                if not sweep.done(trial):
-                    self.taken[trial.folder] = row
-        self.note = f"{self.path}: a new ledger, written after the first run" if is_new else ""
+        self.note = ""
         """Warning that the file may be the wrong one: it is new or of other runs; or ""."""
-        if rows and not found:
+        if not self.path.exists():
+            self.note = f"{self.path}: a new ledger, written after the first run"
+        rows = read_rows([self.path], say)
+        self._known = {row.key for row in rows}
+        matching = _matching_rows(rows, sweep)
+        if rows and not matching:
             self.note = f"{self.path}: none of its {len(rows)} rows is of one of these trials"
+        done = {trial.folder for trial in sweep.trials if sweep.done(trial)}
+        self.taken = {folder: row for folder, row in matching.items() if folder not in done}
+        """Rows by the folders of the trials that they replace."""
         _name_versions([*self.taken.values()], say)
 
     def restore(self, trial: Trial, parent: str) -> None:
@@ -90,8 +83,11 @@ class SweepLedger:
         Raises:
             ConfigError: the ledger cannot be written.
         """
-        rows = [row for trial in trials if (row := _row_of(trial)) is not None]
-        new = {row.key: row for row in rows if row.key not in self._known}
+        new: dict[str, Row] = {}
+        for trial in trials:
+            row = _row_of(trial)
+            if row is not None and row.key not in self._known:
+                new[row.key] = row
         append_rows(self.path, new.values())
         self._known |= set(new)
 
@@ -126,30 +122,31 @@ class SweepLedger:
         return adding
 
 
-def _row_for(config: Config, rows: Sequence[Row], stopping: EarlyStopping | None) -> Row | None:
-    """Return the row that replaces a trial: the first of a full run, else of a stopped one."""
+def _matching_rows(rows: Sequence[Row], sweep: Sweep) -> dict[Path, Row]:
+    """Return the rows that stand for trials, by the folders of these."""
+    by_identity: dict[str, list[Row]] = {}
     for row in rows:
-        if (covering := row.cut_to(config)) is not None:
-            return covering
+        by_identity.setdefault(row.fingerprint, []).append(row)
+    stopping = sweep.settings.early_stopping
     settings = stopping and stopping.model_dump(mode="json")
-    for row in rows:
-        same = row.config == kept_config(config) and row.early_stopping == settings
-        if row.stopped and settings is not None and same:
-            return row
-    return None
+    matching = {}
+    for trial in sweep.trials:
+        candidates = by_identity.get(trial.config.fingerprint, [])
+        if row := matching_row(candidates, trial.config, settings):
+            matching[trial.folder] = row
+    return matching
 
 
 def _name_versions(rows: Sequence[Row], say: Callable[[str], None]) -> None:
     """Name the versions of rows that other versions computed than those that are installed."""
     installed = versions()
-    strange: dict[str, int] = {}
+    strange: Counter[str] = Counter()
     for row in rows:
         differing = [f"{k} {row.versions[k]}" for k in VERSIONS if row.versions[k] != installed[k]]
-        if differing:
-            text = ", ".join(differing)
-            strange[text] = strange.get(text, 0) + 1
+        strange[", ".join(differing)] += 1
     for text, count in strange.items():
-        say(f"{count} of the ledger's rows are of other versions than this machine's: {text}")
+        if text:
+            say(f"{count} of the ledger's rows are of other versions than this machine's: {text}")
 
 
 def _row_of(trial: Trial) -> Row | None:
@@ -189,11 +186,6 @@ def _row_of(trial: Trial) -> Row | None:
 
 def _restore(trial: Trial, row: Row, ledger: Path, recorder: Recorder) -> None:
     """Write the spool, the history and the result of a trial from its row."""
-    by_round: dict[int, dict[str, float]] = {}
-    for name, series in row.history.items():
-        for t, value in series.items():
-            by_round.setdefault(t, {})[name] = value
-    history = [{"round": float(t), **by_round[t]} for t in sorted(by_round)]
     tags = {
         "algorithm": row.method,
         "seed": str(row.seed),
@@ -202,12 +194,15 @@ def _restore(trial: Trial, row: Row, ledger: Path, recorder: Recorder) -> None:
         **row.versions,
         "ledger": str(ledger),
         "run_dir": str(trial.folder),
-        **({"digest": row.digest} if row.digest else {}),
-        **({"stopped_early": row.stopped} if row.stopped else {}),
         **labels_of(trial),
     }
+    if row.digest:
+        tags["digest"] = row.digest
+    if row.stopped:
+        tags["stopped_early"] = row.stopped
     params = without_secrets(trial.config).model_dump(mode="json")
-    recorder.start(row.method, params, tags, run_id=recorder.earlier)
+    run_id = recorder.start(row.method, params, tags, run_id=recorder.earlier)
+    history = _records(row)
     for record in history:
         values = {name: value for name, value in record.items() if name != "round"}
         recorder.metrics(values, step=int(record["round"]))
@@ -215,14 +210,24 @@ def _restore(trial: Trial, row: Row, ledger: Path, recorder: Recorder) -> None:
     recorder.metrics(best_figures(metrics), step=row.rounds)
     recorder.finish("KILLED" if row.stopped else "FINISHED")
     write_history(history, trial.folder / HISTORY_FILE)
-    result = {
-        "run_id": recorder.run_id,
+    result: dict[str, Any] = {
+        "run_id": run_id,
         "run_dir": str(trial.folder),
         "rounds": row.rounds,
         "metrics": metrics,
         "seconds": row.seconds,
         "digest": row.digest or "",
         "ledger": str(ledger),
-        **({"stopped": row.stopped, "early_stopping": row.early_stopping} if row.stopped else {}),
     }
+    if row.stopped:
+        result |= {"stopped": row.stopped, "early_stopping": row.early_stopping}
     files.write_file(trial.folder / RESULT_FILE, json.dumps(result))
+
+
+def _records(row: Row) -> list[dict[str, float]]:
+    """Return the metrics of a row by round, each with the number of its round."""
+    records: dict[int, dict[str, float]] = {}
+    for name, series in row.history.items():
+        for t, value in series.items():
+            records.setdefault(t, {"round": float(t)})[name] = value
+    return [records[t] for t in sorted(records)]

@@ -26,10 +26,8 @@ def cores() -> int:
     for folder in _groups("cpu"):
         quota, period = _numbers(folder / "cpu.max", 2)
         if quota is None:
-            (quota,), (period,) = (
-                _numbers(folder / "cpu.cfs_quota_us", 1),
-                _numbers(folder / "cpu.cfs_period_us", 1),
-            )
+            (quota,) = _numbers(folder / "cpu.cfs_quota_us", 1)
+            (period,) = _numbers(folder / "cpu.cfs_period_us", 1)
         if quota and period and quota > 0:
             limits.append(ceil(quota / period))
     return max(1, min(limits))
@@ -50,13 +48,14 @@ def free_memory() -> int:
 def _memory_groups() -> Iterator[tuple[int, int]]:
     """Yield limit and use of each group with a limit, in bytes, without the reclaimable cache."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    versions = (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    )
     for folder in _groups("memory"):
-        names = (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        )
-        for limit_file, use_file, cache_name in names:
-            (limit,), (used,) = _numbers(folder / limit_file, 1), _numbers(folder / use_file, 1)
+        for limit_file, use_file, cache_name in versions:
+            (limit,) = _numbers(folder / limit_file, 1)
+            (used,) = _numbers(folder / use_file, 1)
             # Version 1 has a number above any machine's memory in place of no limit.
             if limit is not None and used is not None and limit < machine:
                 yield limit, used - _statistic(folder / "memory.stat", cache_name)

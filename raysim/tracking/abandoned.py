@@ -13,8 +13,8 @@ from pathlib import Path
 from raysim.errors import RaysimError
 from raysim.system import lock
 from raysim.tracking.recorder import Recorder
+from raysim.tracking.replay import replay_spool
 from raysim.tracking.spool import SPOOL_FILE
-from raysim.tracking.tracker import replay_spool
 
 logger = logging.getLogger("raysim.tracking")
 

@@ -209,6 +209,9 @@ class Tail:
             (self._record(line, i) for i, line in reversed(lines) if line.startswith(starts)), None
         )
 
+    def close(self) -> None:
+        """Do nothing: a reader keeps no file open."""
+
     def tags(self) -> dict[str, str]:
         """Return the newest value of each tag that was recorded, sent or not."""
         values: dict[str, str] = {}

@@ -1,9 +1,9 @@
 """MLflow, without the engine ever waiting for it.
 
 The engine writes its records to a spool in the run's folder (`raysim.tracking.spool`). One writer
-thread follows that file and sends the records: many rounds in one batch, about once a second, with
-increasing pauses while the server is down. In a sweep each trial's process only spools, and one
-`Forwarder` sends the records of all.
+thread (`Writer`) follows that file and sends the records: many rounds in one batch, about once a
+second, with increasing pauses while the server is down. In a sweep each trial's process only
+spools, and one writer sends the records of all.
 
 No record is lost: after a crash of the run or of the server, `replay_spool` (on the command line:
 raysim tracking sync RUN_DIR) sends exactly the records that are missing. Records may be sent twice
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
+import math
 import shlex
 import threading
 import time
@@ -25,16 +25,12 @@ from typing import Any
 
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import absolute_uri, database_of, mask_secrets, restored_uri
-from raysim.errors import ConfigError, RaysimError
-from raysim.tracking.mlflow_client import (
-    FileRefused,
-    Refused,
-    RunClient,
-    RunDeleted,
-    brief,
-)
-from raysim.tracking.recorder import Clock, Recorder, Status, legal
-from raysim.tracking.spool import SPOOL_FILE, Spool, Tail
+from raysim.errors import RaysimError
+from raysim.tracking import mlflow_client
+from raysim.tracking.mlflow_client import brief
+from raysim.tracking.recorder import Recorder, Status
+from raysim.tracking.run_client import FileRefused, Refused, RunClient, RunDeleted
+from raysim.tracking.spool import Tail
 
 logger = logging.getLogger("raysim.tracking")
 
@@ -46,6 +42,204 @@ DRAIN_TIMEOUT_S = {"up": 20.0, "down": 5.0}
 """Seconds that `finish` gives the writer, by the last known state of the server."""
 MAX_RETRY_PAUSE_S = 15.0
 """Seconds between two attempts when the server has been down for a while."""
+
+
+class Writer:
+    """Sends the spools of runs to a tracking store, in a thread of its own.
+
+    Only this thread imports and calls MLflow, whichever processes train the runs.
+
+    Args:
+        uri: absolute tracking URI.
+        experiment: name of the experiment of the runs.
+        kept: sentence for the warning that the store is down: what happens to the records.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        experiment: str,
+        kept: str = "The runs continue; their records are kept in their folders",
+    ) -> None:
+        self._uri, self._experiment, self._kept = uri, experiment, kept
+        self._followed: list[tuple[Tail, RunClient]] = []
+        self._folders: list[Path] = []
+        self.error: Exception | None = None
+        """Why the last attempt failed; None after a success."""
+        self.failures = 0
+        """Number of failed attempts."""
+        self.quiet = False
+        """Whether an outage is not logged, because somebody else reports it."""
+        self._down_since: float | None = None
+        self._attempts = self._sent = self._beats = 0
+        self._news = threading.Condition()
+        self._imported = threading.Event()
+        self._hurry = threading.Event()
+        self._closing = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._write, name="raysim-tracking", daemon=True)
+        self._thread.start()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the writer was told to send nothing more."""
+        return self._stop.is_set()
+
+    def follow(self, run_dir: Path) -> None:
+        """Send what is spooled in a folder, beginning with what was left there.
+
+        Args:
+            run_dir: folder of a run; another process may write its spool.
+        """
+        tail = Tail(run_dir)
+        self._folders.append(run_dir)
+        self.send(tail, RunClient(self._uri, self._experiment, tail.run_id, run_dir))
+
+    def send(self, spool: Tail, client: RunClient) -> None:
+        """Send a spool, beginning with what was left in it. The writer closes it at the end.
+
+        Args:
+            spool: the spool.
+            client: client of the run in the store.
+        """
+        self._followed.append((spool, client))
+        self._hurry.set()
+
+    def await_opening(self, client: RunClient, key: str) -> Exception | None:
+        """Wait until a run is open; time spent on sending old records does not count.
+
+        Args:
+            client: client of the run.
+            key: key of the run in its start record.
+
+        Returns:
+            Why it cannot be opened; None if it is open.
+        """
+        patience = START_TIMEOUT_S["http" if self._uri.startswith("http") else "database"]
+        with self._news:
+            # Importing MLflow is not the server's fault.
+            self._news.wait_for(lambda: self._beats, START_TIMEOUT_S["database"])
+            locked_until = time.monotonic() + START_TIMEOUT_S["database"]
+            while client.key != key:
+                # Another process may hold a SQLite file for a while.
+                locked = "database is locked" in str(self.error)
+                if self.error is not None and not (locked and time.monotonic() < locked_until):
+                    return self.error
+                before = self._beats
+                if not self._news.wait_for(lambda: self._beats > before, patience):  # noqa: B023
+                    return TimeoutError(f"no answer within {patience:g} s")
+        return None
+
+    def finish(self, limit_s: float = math.inf) -> None:
+        """Send the remaining records, for as long as sending makes progress.
+
+        Records that cannot be sent stay in the spools. A warning is logged for those of followed
+        folders.
+
+        Args:
+            limit_s: seconds after which it ends in any case.
+        """
+        deadline = time.monotonic() + limit_s
+        self._closing.set()
+        self._hurry.set()
+        before = -1
+        while self._thread.is_alive() and before != self._sent and not self._is_over(deadline):
+            before = self._sent
+            patience = DRAIN_TIMEOUT_S["up" if self._down_since is None else "down"]
+            self._thread.join(min(patience, deadline - time.monotonic()))
+        self.stop()
+        # Python may abort if it exits while a thread imports.
+        self._thread.join(0.5 if self._imported.is_set() else START_TIMEOUT_S["database"])
+        if left := [folder for folder in self._folders if Tail(folder).pending]:
+            logger.warning(
+                "the records of %d runs were not all sent to %s (%s); they are kept in their "
+                "folders. To send them, "
+                "give the same command again, or for each: raysim tracking sync %s%s",
+                len(left),
+                mask_secrets(self._uri),
+                brief(self.error or TimeoutError("it is too slow")),
+                shlex.quote(str(left[0])),
+                new_run_option(self.error),
+            )
+
+    def _is_over(self, deadline: float) -> bool:
+        return self._stop.is_set() or time.monotonic() >= deadline
+
+    def stop(self) -> None:
+        """End without sending more."""
+        self._stop.set()
+        self._hurry.set()
+
+    def _write(self) -> None:
+        """Send the records until the end."""
+        with contextlib.suppress(Exception):  # reported when it is needed
+            mlflow_client.import_mlflow(self._uri)  # while the executor opens
+        self._imported.set()
+        self._beat()
+        while not self._stop.is_set():
+            closing = self._closing.is_set()
+            pause = FLUSH_INTERVAL_S
+            try:
+                sent = self._send_all()
+                if closing and not sent:
+                    self._send_files()
+                    break
+            except Exception as error:
+                self._down(error)
+                pause = min(MAX_RETRY_PAUSE_S, 0.5 * 2 ** min(self._attempts - 1, 9))
+            else:
+                if closing:
+                    continue
+            self._hurry.wait(min(pause, 1.0) if closing else pause)
+            self._hurry.clear()
+        for spool, _ in self._followed:
+            spool.close()
+
+    def _send_all(self) -> bool:
+        """Send the pending records of all runs once; return whether there were any."""
+        before = self._sent
+        for spool, client in list(self._followed):
+            while not self._stop.is_set() and (count := advance(spool, client)):
+                self._sent += count
+                self._up()
+        return self._sent > before
+
+    def _send_files(self) -> None:
+        """Send the files that the store refused before, of all runs."""
+        for spool, client in list(self._followed):
+            try:
+                send_postponed(spool, client)
+            except FileRefused as refusal:
+                self.error = refusal
+
+    def _beat(self, error: Exception | None = None) -> None:
+        with self._news:
+            self._beats += 1
+            self.error = error
+            self._news.notify_all()
+
+    def _down(self, error: Exception) -> None:
+        self.failures += 1
+        self._attempts += 1
+        if self._down_since is None:
+            self._down_since = time.monotonic()
+            if not self.quiet:
+                problem = _problem(self._uri, error)
+                logger.warning("%s. %s until it is back", problem, self._kept)
+        self._beat(error)
+
+    def _up(self) -> None:
+        if self._down_since is not None:
+            logger.warning(
+                "tracking is back: %s, after %.0f s and %d failed attempts; %d records to send",
+                mask_secrets(self._uri),
+                time.monotonic() - self._down_since,
+                self._attempts,
+                sum(spool.pending for spool, _ in self._followed),
+            )
+            self._down_since = None
+            self._attempts = 0
+        self._beat()
 
 
 class Tracker(Recorder):
@@ -68,20 +262,9 @@ class Tracker(Recorder):
         )
         self.required = tracking.required
         self._server = RunClient(self._uri, self._experiment, self._spool.run_id, run_dir)
-        self._error: Exception | None = None
-        self._down_since: float | None = None
-        self._attempts = 0
-        self._failures = 0
-        self._beats = 0
-        self._news = threading.Condition()
-        self._imported, self._started, self._hurry, self._stop = (
-            threading.Event(),
-            threading.Event(),
-            threading.Event(),
-            threading.Event(),
-        )
-        self._writer = threading.Thread(target=self._write, name="raysim-tracking", daemon=True)
-        self._writer.start()
+        kept = f"The run continues; records are kept in {self._spool.path}"
+        self._writer = Writer(self._uri, self._experiment, kept)
+        self._started = False
 
     @property
     def run_id(self) -> str:
@@ -97,7 +280,7 @@ class Tracker(Recorder):
     @property
     def failures(self) -> int:
         """Number of failed attempts, plus that of records that the server refused for good."""
-        return self._failures + self._server.refused
+        return self._writer.failures + self._server.refused
 
     def start(
         self,
@@ -121,21 +304,28 @@ class Tracker(Recorder):
         """
         begin = self._spool.size
         super().start(name, params, tags, run_id)
-        self._started.set()
-        self._hurry.set()
-        if (error := self._await_opening()) is not None and self.required:
-            self._stop.set()
-            self._hurry.set()
+        self._writer.quiet = self.required  # an outage is then reported here
+        self._send()
+        error = self._writer.await_opening(self._server, self._key)
+        self._writer.quiet = False
+        if error is not None and self.required:
+            self._writer.stop()
             self._closing.set()
             self._spool.close(begin)
             self._key = ""  # there is no run
             raise RaysimError(
                 f"tracking.uri: {mask_secrets(self._server.uri)} cannot be used: {brief(error)}. "
-                f"{self._server.remedy(error)}, "
+                f"{mlflow_client.remedy(self._uri, error)}, "
                 "or set tracking.required=false to run without it (what is tracked is then kept "
                 "and sent later)"
             ) from None
         return self.run_id
+
+    def _send(self) -> None:
+        """Have the spool sent from now on."""
+        if not self._started:
+            self._started = True
+            self._writer.send(self._spool, self._server)
 
     def finish(self, status: Status) -> None:
         """Send the remaining records and end the run, in 20 s (5 s if the server is down).
@@ -144,329 +334,55 @@ class Tracker(Recorder):
         """
         if self._closing.is_set():
             return
-        if self._started.is_set() and not self._stop.is_set():
+        if self._started and not self._writer.stopped:
             self._record("finish", status=status)
-        elif not self.pending:  # nothing was begun, and the writer may still be importing
-            self._stop.set()
-            self._spool.close()
         self._closing.set()
-        self._started.set()
-        self._hurry.set()
-        if self.pending and self._down_since is not None:
-            self._writer.join(DRAIN_TIMEOUT_S["down"])
-        if self.pending and self._down_since is None:
-            self._writer.join(DRAIN_TIMEOUT_S["up"])
-        self._stop.set()
-        self._hurry.set()
-        # Python may abort if it exits while a thread imports.
-        self._writer.join(0.5 if self._imported.is_set() else START_TIMEOUT_S["database"])
         if self.pending:
-            logger.warning(
-                "%d records were not sent to %s (%s); they are kept in %s; to send them: raysim "
-                "tracking sync %s%s",
-                self.pending,
-                mask_secrets(self._server.uri),
-                brief(self._error or TimeoutError("it is too slow")),
-                self._spool.path,
-                shlex.quote(str(self._spool.path.parent)),
-                _to_a_new_run(self._error),
-            )
-            error, database = self._error, database_of(self._server.uri)
-            refused = isinstance(error, FileRefused | RunDeleted)
-            if self.required and database and error is not None and not refused:
-                self.failure = (
-                    f"tracking.uri: {self.pending} records of this run are not in "
-                    f"{self._server.uri}: {brief(error)}. The run itself is complete in "
-                    f"{self._spool.path.parent}. {self._server.remedy(error)}, then: raysim "
-                    f"tracking sync {shlex.quote(str(self._spool.path.parent))}"
-                )
+            self._send()
+        else:  # nothing was begun, and the writer may still be importing
+            self._writer.stop()
+            self._spool.close()
+        self._writer.finish(DRAIN_TIMEOUT_S["up"])
+        if self.pending:
+            self._report_unsent(self._writer.error)
         if lost := self._spool.homeless:
             logger.error("%d of them are lost: the disk of %s is full", lost, self._spool.path)
 
-    def _await_opening(self) -> Exception | None:
-        """Wait until the run is open; time spent on sending old records does not count."""
-        patience = START_TIMEOUT_S["http" if self._server.uri.startswith("http") else "database"]
-        with self._news:
-            self._news.wait_for(
-                lambda: self._beats, START_TIMEOUT_S["database"]
-            )  # importing MLflow is not the server's fault
-            locked_until = time.monotonic() + START_TIMEOUT_S["database"]
-            while self._server.key != self._key:
-                # Another process may hold a SQLite file for a while.
-                locked = "database is locked" in str(self._error)
-                if self._error is not None and not (locked and time.monotonic() < locked_until):
-                    return self._error
-                before = self._beats
-                if not self._news.wait_for(lambda: self._beats > before, patience):  # noqa: B023
-                    return TimeoutError(f"no answer within {patience:g} s")
-        return None
-
-    def _write(self) -> None:
-        """Send the records until the run ends. Only this thread imports and calls MLflow."""
-        with contextlib.suppress(Exception):  # reported when it is needed
-            self._server.import_mlflow()  # while the executor opens
-        self._imported.set()
-        self._started.wait()
-        self._beat()
-        while not self._stop.is_set() and (self.pending or not self._closing.is_set()):
-            try:
-                while not self._stop.is_set() and _advance(self._spool, self._server):
-                    self._up()
-                    self._beat()
-                if self._closing.is_set():
-                    _send_postponed(self._spool, self._server)
-                pause = FLUSH_INTERVAL_S
-            except FileRefused as refusal:
-                self._error = refusal
-                break
-            except Exception as error:
-                self._down(error)
-                pause = min(MAX_RETRY_PAUSE_S, 0.5 * 2 ** min(self._attempts - 1, 9))
-            if self.pending or not self._closing.is_set():
-                self._hurry.wait(min(pause, 1.0) if self._closing.is_set() else pause)
-                self._hurry.clear()
-        self._spool.close()
-
-    def _beat(self, error: Exception | None = None) -> None:
-        with self._news:
-            self._beats += 1
-            self._error = error
-            self._news.notify_all()
-
-    def _down(self, error: Exception) -> None:
-        self._failures += 1
-        self._attempts += 1
-        opened = self._server.key == self._key
-        if self._down_since is None:
-            self._down_since = time.monotonic()
-            if opened or not self.required:  # otherwise `start` raises, which reports it
-                logger.warning(
-                    "%s. The run continues; records are kept in %s until it is back",
-                    _problem(self._server.uri, error),
-                    self._spool.path,
-                )
-        self._beat(error)
-
-    def _up(self) -> None:
-        if self._down_since is not None:
-            logger.warning(
-                "tracking is back: %s, after %.0f s and %d failed attempts; %d records to send",
-                mask_secrets(self._server.uri),
-                time.monotonic() - self._down_since,
-                self._attempts,
-                self.pending,
+    def _report_unsent(self, error: Exception | None) -> None:
+        """Warn of records that were not sent; a required database that lacks some is a failure."""
+        command = f"raysim tracking sync {shlex.quote(str(self._spool.path.parent))}"
+        logger.warning(
+            "%d records were not sent to %s (%s); they are kept in %s; to send them: %s%s",
+            self.pending,
+            mask_secrets(self._server.uri),
+            brief(error or TimeoutError("it is too slow")),
+            self._spool.path,
+            command,
+            new_run_option(error),
+        )
+        refused = isinstance(error, FileRefused | RunDeleted)
+        if self.required and database_of(self._server.uri) and error is not None and not refused:
+            remedy = mlflow_client.remedy(self._uri, error)
+            self.failure = (
+                f"tracking.uri: {self.pending} records of this run are not in "
+                f"{self._server.uri}: {brief(error)}. The run itself is complete in "
+                f"{self._spool.path.parent}. {remedy}, then: {command}"
             )
-            self._down_since, self._attempts = None, 0
 
 
-class Forwarder:
-    """Sends the spools of many runs over one thread.
-
-    Only this process writes to the store, whichever processes train the runs.
+def advance(spool: Tail, server: RunClient) -> int:
+    """Send the next records of a spool.
 
     Args:
-        uri: absolute tracking URI.
-        experiment: name of the experiment of all these runs.
-    """
-
-    def __init__(self, uri: str, experiment: str) -> None:
-        self._uri, self._experiment = uri, experiment
-        self._followed: dict[Path, tuple[Tail, RunClient]] = {}
-        self._sent = self._attempts = 0
-        self._error: Exception | None = None
-        self._hurry, self._closing, self._stop = (
-            threading.Event(),
-            threading.Event(),
-            threading.Event(),
-        )
-        self._writer = threading.Thread(target=self._write, name="raysim-forwarding", daemon=True)
-        self._writer.start()
-
-    def follow(self, run_dir: Path) -> None:
-        """Send what is spooled in a folder, beginning with what was left there.
-
-        Args:
-            run_dir: folder of a run; the run itself writes the spool.
-        """
-        tail = Tail(run_dir)
-        self._followed[run_dir] = (
-            tail,
-            RunClient(self._uri, self._experiment, tail.run_id, run_dir),
-        )
-        self._hurry.set()
-
-    def finish(self) -> None:
-        """Send the remaining records, for as long as sending makes progress.
-
-        Records that cannot be sent stay in the spool, and a warning is logged.
-        """
-        self._closing.set()
-        self._hurry.set()
-        before = -1
-        while self._writer.is_alive() and before != self._sent:
-            before = self._sent
-            self._writer.join(DRAIN_TIMEOUT_S["down" if self._error else "up"])
-        self._stop.set()
-        self._hurry.set()
-        self._writer.join(0.5)
-        if left := [folder for folder in self._followed if Tail(folder).pending]:
-            logger.warning(
-                "the records of %d runs were not all sent to %s (%s); they are kept in their "
-                "folders. To send them, "
-                "give the same command again, or for each: raysim tracking sync %s%s",
-                len(left),
-                mask_secrets(self._uri),
-                brief(self._error or TimeoutError("it is too slow")),
-                shlex.quote(str(left[0])),
-                _to_a_new_run(self._error),
-            )
-
-    def _write(self) -> None:
-        while not self._stop.is_set():
-            closing, pause = self._closing.is_set(), FLUSH_INTERVAL_S
-            try:
-                if not self._send() and closing:
-                    self._send_files()
-                    return
-            except Exception as error:
-                self._down(error)
-                pause = min(MAX_RETRY_PAUSE_S, 0.5 * 2 ** min(self._attempts - 1, 9))
-            self._hurry.wait(min(pause, 1.0) if closing else pause)
-            self._hurry.clear()
-
-    def _send(self) -> bool:
-        """Send the pending records of all runs once; return whether there were any."""
-        before = self._sent
-        for tail, server in list(self._followed.values()):
-            while not self._stop.is_set() and (count := _advance(tail, server)):
-                self._sent += count
-                if self._error:
-                    logger.warning(
-                        "tracking is back: %s, after %d failed attempts",
-                        mask_secrets(self._uri),
-                        self._attempts,
-                    )
-                    self._error, self._attempts = None, 0
-        return self._sent > before
-
-    def _send_files(self) -> None:
-        """Send the files that the store refused before, of all runs."""
-        for tail, server in list(self._followed.values()):
-            try:
-                _send_postponed(tail, server)
-            except FileRefused as refusal:
-                self._error = refusal
-
-    def _down(self, error: Exception) -> None:
-        if self._error is None:
-            logger.warning(
-                "%s. The runs continue; their records are kept in their folders until it is back",
-                _problem(self._uri, error),
-            )
-        self._error = error
-        self._attempts += 1
-
-
-def replay_spool(run_dir: Path, to_a_new_run: bool = False) -> int:
-    """Send the records that are still in a run's spool.
-
-    Each record reaches the store exactly once, also if an earlier attempt sent a part of them.
-
-    Args:
-        run_dir: the run's folder.
-        to_a_new_run: whether a new run receives all records, because the former one was deleted.
+        spool: the spool.
+        server: client of its run.
 
     Returns:
-        The number of records that were sent; 0 if nothing was left.
+        The number of records that are done; 0 at the end of the spool.
 
     Raises:
-        ConfigError: there is no spool, or the store's address lacks its credentials.
-        RaysimError: the run is still training, or the server cannot be reached.
+        Exception: the server fails.
     """
-    if not (Path(run_dir) / SPOOL_FILE).is_file():
-        raise ConfigError(
-            f"{run_dir}: nothing was tracked here (there is no {SPOOL_FILE}); give a run's folder"
-        )
-    spool = Spool(run_dir)
-    with contextlib.closing(spool):
-        start = spool.last("start")
-        uri = _where_it_is(start, spool.path.parent) if start else ""
-        database = database_of(uri)
-        replaces = None
-        if to_a_new_run or (database and not database.exists()):
-            replaces = spool.run_id
-            spool.rewind()  # what was sent was deleted: a new run gets all records
-        if not (left := spool.pending):
-            return 0
-        if start is None:
-            raise ConfigError(
-                f"{run_dir / SPOOL_FILE} has no record of the start of a run; put the file back "
-                "from a copy"
-            )
-        server = RunClient(restored_uri(uri), start["experiment"], spool.run_id, run_dir, replaces)
-        try:
-            while _advance(spool, server):
-                pass
-            _send_postponed(spool, server)
-        except Exception as error:
-            raise RaysimError(
-                f"{run_dir}: {spool.pending} of {left} records still cannot be sent to "
-                f"{mask_secrets(server.uri)}: "
-                f"{brief(error)}. {_remedy(server, error)}, then try again{_to_a_new_run(error)}"
-            ) from None
-    return left
-
-
-def add_to(
-    run_dir: Path, metrics: Mapping[str, float], step: int, artifacts: Path, place: str
-) -> None:
-    """Add metrics and a folder of files to the run of a folder, finished or not.
-
-    Args:
-        run_dir: the run's folder.
-        metrics: values by name. A metric that the run already has at this step is not changed.
-        step: step of the metrics, a number of completed rounds.
-        artifacts: folder whose files are logged as artifacts of the run.
-        place: folder for them within the run's artifacts.
-
-    Raises:
-        ConfigError: the run was not tracked.
-        RaysimError: the run is still training, or the server cannot be reached. In the last case
-            `replay_spool` can send the metrics later.
-    """
-    if not (Path(run_dir) / SPOOL_FILE).is_file():
-        raise ConfigError(
-            f"{run_dir}: nothing was tracked here (there is no {SPOOL_FILE}); give a run's folder"
-        )
-    spool = Spool(run_dir)
-    now = Clock(spool.latest).now()
-    with contextlib.closing(spool):
-        if metrics:
-            values = {legal(key): float(value) for key, value in metrics.items()}
-            spool.append({"kind": "metrics", "time": now, "step": step, "values": values})
-        spool.append(
-            {
-                "kind": "artifact",
-                "time": now,
-                "path": spool.place(artifacts),
-                "folder": place,
-            }
-        )
-    replay_spool(run_dir)
-
-
-def _where_it_is(start: Mapping[str, Any], run_dir: Path) -> str:
-    """Return the tracking URI of a run, also if its SQLite database was moved with its folder."""
-    database = database_of(start["uri"])
-    if database and not database.exists() and start.get("database"):
-        moved = Path(os.path.normpath(run_dir / start["database"]))
-        if moved.exists():
-            return start["uri"].replace(str(database), str(moved), 1)
-    return start["uri"]
-
-
-def _advance(spool: Tail, server: RunClient) -> int:
-    """Send the next records; return how many are done, 0 at the end of the spool."""
     if not (records := spool.head()):
         return 0
     first = records[0]
@@ -491,8 +407,12 @@ def _advance(spool: Tail, server: RunClient) -> int:
     return count
 
 
-def _send_postponed(spool: Tail, server: RunClient) -> None:
+def send_postponed(spool: Tail, server: RunClient) -> None:
     """Send the files that the store refused before.
+
+    Args:
+        spool: the spool that has postponed them.
+        server: client of its run.
 
     Raises:
         FileRefused: the store refuses one of them again; it and those after it stay postponed.
@@ -519,13 +439,10 @@ def _problem(uri: str, error: Exception) -> str:
     return f"tracking is down: {mask_secrets(uri)} ({brief(error)})"
 
 
-def _remedy(server: RunClient, error: Exception) -> str:
-    """Return advice for records that cannot be sent."""
-    if isinstance(error, FileRefused):
-        return "Make the artifact store of the run usable from here"
-    return "Restore the run" if isinstance(error, RunDeleted) else server.remedy(error)
+def new_run_option(error: Exception | None) -> str:
+    """Return the option of `raysim tracking sync` for a run that was deleted, else "".
 
-
-def _to_a_new_run(error: Exception | None) -> str:
-    """Return the option of `raysim tracking sync` for a run that was deleted, else ""."""
+    Args:
+        error: why records were not sent.
+    """
     return ", or add --new-run to send all records to a new run" * isinstance(error, RunDeleted)

@@ -30,7 +30,7 @@ from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.tracking import mlflow_client
-from raysim.tracking import tracker as tracking
+from raysim.tracking.replay import replay_spool
 from raysim.training.messages import Broadcast
 from raysim.training.tasks.vmap_task import VmapTask
 
@@ -561,16 +561,16 @@ def test_the_command_writes_shows_and_tracks(attacked, tmp_path, caplog, monkeyp
 
     with monkeypatch.context() as patch:  # the tracking server cannot be reached
         patch.setattr(
-            mlflow_client.RunClient,
-            "_connect",
-            lambda self: (_ for _ in ()).throw(ConnectionError("refused")),
+            mlflow_client,
+            "open_experiment",
+            lambda *_: (_ for _ in ()).throw(ConnectionError("refused")),
         )
         with caplog.at_level(logging.WARNING):
             again = attacked("cost=l2", "iterations=3")
     assert again.code == 0 and (run / "attack" / "l2-oblivious-2" / "table.csv").is_file()
     assert "does not show this attack" in caplog.text and "refused" in caplog.text
     assert tracked()[1:] == (files, points)
-    assert tracking.replay_spool(run) == 2
+    assert replay_spool(run) == 2
     _, files, points = tracked()
     assert files == ["attack/l2-oblivious", "attack/l2-oblivious-2"] and set(points) == {1, 2}
 

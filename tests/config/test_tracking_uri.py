@@ -25,6 +25,7 @@ from raysim.prepare.resolve import read_run_config
 from raysim.runs.resume import reopen
 from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking
+from raysim.tracking.replay import replay_spool
 
 SECRETS = ("pass1", "pass2", "t0ken")
 
@@ -138,7 +139,7 @@ def test_a_folder_holds_no_secret_and_is_its_owners(base, tmp_path, monkeypatch)
     assert {"config.yaml", "spool.jsonl", "history.csv"} <= {path.name for path in written}
     assert not [path for path in written if b"pass1" in path.read_bytes()]
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD"):
-        tracking.replay_spool(run_dir)
+        replay_spool(run_dir)
     plan, *_ = reopen(run_dir, {"rounds": 2})
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD"):
         tracking.Tracker(plan.config.tracking, tmp_path / "other")

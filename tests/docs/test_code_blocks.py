@@ -28,7 +28,6 @@ from raysim.attacks import noise_matching
 from raysim.config import explain, loading
 from raysim.config.schema import Config
 from raysim.errors import ConfigError
-from raysim.planning import forecast
 from raysim.prepare import resolve
 from raysim.rules import LocalData, Task, contract
 from raysim.rules.methods import registry
@@ -51,7 +50,7 @@ READMES = [
     *sorted((REPOSITORY / "configs").glob("*/README.md")),
 ]
 NO_DOWNLOAD = ("digits", "quadratics", "folder", "arrays")
-VALIDATED = ("run", "sweep", "bench", "forecast")
+VALIDATED = ("run", "sweep", "bench")
 """Commands whose arguments are a configuration and keys of it."""
 
 
@@ -171,9 +170,7 @@ def _yaml(block: Block, run: Callable, namespace: dict[str, Any]) -> None:
     if block.reason_not_to_run:
         return
     try:
-        if block.file == "costs.yaml":
-            forecast._read_costs(block.file)
-        elif block.file:
+        if block.file:
             path = Path(block.file)
             varied = loading.read_config(path, (), resolve.keys, registry.algorithm_defaults).get(
                 "sweep"

@@ -13,7 +13,6 @@ from support.documents import blocks
 import raysim
 from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.metrics import find_metric
-from raysim.planning.forecast import ClusterShape, run_forecast
 from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
 from raysim.rules import ClientPool
@@ -267,11 +266,6 @@ def test_candidates_without_a_selection_are_refused(config, rules):
         prepare(config(rules("NoSelect")))
     with pytest.raises(ConfigError, match=r"schedule\.name: server rule 'digits' selects"):
         prepare(config(rules("Digits"), schedule={"name": "kasync", "k": 2}))
-
-
-def test_a_forecast_needs_no_losses(config, pow_d):
-    found = run_forecast(config(pow_d), cluster=ClusterShape(2, 2), rounds=2)
-    assert [summary.clients for summary in found.added] == [COHORT, COHORT]
 
 
 @pytest.mark.ray

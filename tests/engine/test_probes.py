@@ -14,7 +14,6 @@ import raysim
 from raysim.diagnostics import recorded_updates
 from raysim.engine.state.checkpoint import available_checkpoints
 from raysim.errors import ConfigError, ProbeError
-from raysim.planning import forecast
 from raysim.prepare.resolve import prepare
 from raysim.runs.resume import resume
 
@@ -352,8 +351,3 @@ def test_clients_that_are_looked_at_are_not_pooled(config, source):
     assert prepare(with_probes(fedsgd, f"{path}:Drift")).mode == "loop"
     with pytest.raises(ConfigError, match=r"batching\.mode.*looked at"):
         prepare(with_probes({**fedsgd, "batching": {"mode": "pooled"}}, f"{path}:Drift"))
-
-
-def test_a_simulated_cluster_has_no_probes(config, source):
-    asked = with_probes(config, f"{source('mine', DRIFT)}:Drift")
-    assert forecast.run_forecast(asked, rounds=2).plan.probes == ()

@@ -12,7 +12,6 @@ from support.documents import blocks
 
 import raysim
 from raysim.errors import ConfigError, RaysimError
-from raysim.planning.forecast import ClusterShape, run_forecast
 from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
 
@@ -273,11 +272,6 @@ def test_a_rule_that_fails_is_named_with_its_line(config, rules):
 def test_what_excludes_a_selection_refuses_it_by_name(sections, message, config, rules):
     with pytest.raises(ConfigError, match=message):
         prepare(config(rules("Uniform"), **sections))
-
-
-def test_a_forecast_selects_uniformly(config, power_of_choice):
-    found = run_forecast(config(power_of_choice), cluster=ClusterShape(2, 2), rounds=2)
-    assert [summary.clients for summary in found.added] == [COHORT, COHORT]
 
 
 @pytest.mark.ray

@@ -4,16 +4,12 @@ behind."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.processes import SUPPORT
-
-from raysim.errors import ConfigError
-from raysim.planning.forecast import _read_costs
 
 pytestmark = pytest.mark.ray
 
@@ -38,9 +34,3 @@ def test_twenty_command_lines_do_what_they_say_or_are_refused(tmp_path):
 def test_two_thousand_command_lines_do_what_they_say_or_are_refused(tmp_path):
     found = explored(2000, 0, tmp_path)
     assert found["cases"] == 2000 and not found["wrong"], json.dumps(found["wrong"], indent=1)
-
-
-def test_costs_from_a_pipe_are_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="it is not a file"):
-        _read_costs(tmp_path / "pipe")

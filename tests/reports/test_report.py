@@ -658,9 +658,9 @@ def test_a_trial_that_a_later_sweep_reuses_stays_in_the_earlier_ones_table(tmp_p
     again = Recorder(uri, "shared", tmp_path / "trial")
     again.adopt(sweeps[1], {})
     again.close()
-    forwarder = tracking.Forwarder(uri, "shared")
-    forwarder.follow(tmp_path / "trial")
-    forwarder.finish()
+    writer = tracking.Writer(uri, "shared")
+    writer.follow(tmp_path / "trial")
+    writer.finish()
     tables = [table([sweep], uri) for sweep in sweeps]
     assert [[row.result.mean for row in table] for table in tables] == [[0.5], [0.5]]
     run = client.get_run(tables[0][0].run_ids[0])

@@ -383,7 +383,6 @@ OPTIONS = {
     "resume": ["--fork", "--json"],
     "bench": ["--seconds", "--blocks", "--json"],
     "check-convergence": ["--sample", "--json"],
-    "forecast": ["--nodes", "--cpus", "--gpus", "--costs", "--rounds", "--out", "--json"],
     "attack": ["--json"],
     "privacy-match": ["--json"],
     "submit": ["--working-dir", "--requirements", "--wait"],
@@ -608,14 +607,13 @@ class Cases:
                 "report",
                 "list",
                 "data",
-                "simulate",
                 "theory",
                 "attack",
                 "match",
                 "bench",
             ]
             + ["submit", "track", "job", "other"],
-            [30, 20, 6, 14, 2, 5, 8, 4, 3, 3, 2, 3, 2, 1, 2],
+            [30, 20, 6, 14, 2, 5, 4, 3, 3, 2, 3, 2, 1, 2],
         )[0]
         line = getattr(self, f"_{kind}")(folder)
         return [text.replace("\0", "") for text in line]  # which no command line can have
@@ -694,9 +692,6 @@ class Cases:
         if self.rng.random() < 0.1:
             return ["data", "fetch", name, "--root", str(folder / "data")]
         return ["data", "show", name, *self.options("show")]
-
-    def _simulate(self, folder: Path) -> list[str]:
-        return ["forecast", self.config(folder), *self.overrides(2), *self.options("forecast")]
 
     def _theory(self, folder: Path) -> list[str]:
         return [

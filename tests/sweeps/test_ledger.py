@@ -19,8 +19,9 @@ from support.sweeps import SMALL, trained_in_this_process
 import raysim
 from raysim.errors import ConfigError
 from raysim.ledger import ledger_file
-from raysim.ledger.ledger_file import append_rows, read_rows, unique, write_rows
-from raysim.ledger.ledger_row import BadRow, Row, as_line, from_line, kept_history
+from raysim.ledger.kept import kept_history
+from raysim.ledger.ledger_file import append_rows, read_rows, unique
+from raysim.ledger.ledger_row import BadRow, Row, as_line, from_line
 from raysim.reports.runs import RunSource
 from raysim.runs.recomputed import having, recompute
 from raysim.sweeps import Sweep, SweepLedger, SweepResult, prepare_sweep, run_sweep
@@ -72,6 +73,11 @@ def rows(
     monkeypatch.chdir(tmp_path / "empty")
     shutil.copy(trained[0], LEDGER)
     return read_rows([LEDGER], fail)
+
+
+def write_rows(path: str, rows: list[Row]) -> None:
+    Path(path).unlink(missing_ok=True)
+    append_rows(path, rows)
 
 
 def fail(line: str) -> None:
@@ -532,48 +538,12 @@ def test_a_ledger_that_does_not_fit_is_named(rows, raysim_):
     assert nowhere.code == 2 and "there is no folder" in nowhere.err
 
 
-def old_keys(row: Row, **what: Any) -> Row:
-    """A row of a version in which local.lr was called local.rate, and nobody knew of
-    batching.convolutions."""
-    config = json.loads(json.dumps(row.config))
+def test_check_names_a_row_with_a_key_of_another_version(rows, raysim_):
+    config = json.loads(json.dumps(rows[0].config))
     config["local"]["rate"] = config["local"].pop("lr")
-    del config["batching"]["convolutions"]
-    return changed(row, fingerprint=f"{row.seed}" * 64, config=config, **what)
-
-
-def test_rows_are_carried_over_to_new_names(rows, raysim_):
-    write_rows("old.jsonl", [*map(old_keys, rows[:3]), rows[3]])
+    write_rows("old.jsonl", [changed(rows[0], config=config)])
     checked = raysim_("ledger", "check", "old.jsonl")
     assert checked.code == 1 and "old.jsonl:1: local.rate" in checked.err
-    refused = raysim_("ledger", "carry", "old.jsonl", "-o", "new.jsonl")
-    assert refused.code == 2 and "old.jsonl:1: local.rate" in refused.err
-    said = raysim_(
-        "ledger", "carry", "old.jsonl", "-o", "new.jsonl", "--rename", "local.rate=local.lr"
-    )
-    assert said.code == 0 and "local.rate → local.lr; batching.convolutions" in said.out
-    assert said.out.endswith("rows carried over: 3\n4 rows in new.jsonl\n")
-    assert read_rows(["new.jsonl"], fail) == rows
-
-
-def test_a_rename_that_no_row_needs_is_refused(rows, raysim_):
-    write_rows("old.jsonl", rows)
-    said = raysim_(
-        "ledger", "carry", "old.jsonl", "-o", "new.jsonl", "--rename", "local.lrr=local.lr"
-    )
-    assert said.code == 2 and "no row has a key 'local.lrr'; did you mean 'local.lr'" in said.err
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [({"digest": "0" * 64}, "another digest"), ({"cpu": "another"}, "no row of its group")],
-    ids=str,
-)
-def test_rows_that_are_not_confirmed_are_not_carried_over(rows, raysim_, what, message):
-    write_rows("old.jsonl", [old_keys(row, **what) for row in rows])
-    said = raysim_(
-        "ledger", "carry", "old.jsonl", "-o", "new.jsonl", "--rename", "local.rate=local.lr"
-    )
-    assert said.code == 2 and message in said.err and not Path("new.jsonl").exists()
 
 
 OWN_TASK = """
@@ -586,28 +556,15 @@ class Own(Classification):
 """
 
 
-def test_rows_are_carried_over_to_changed_code(raysim_):
+def test_check_names_rows_whose_code_has_changed(raysim_):
     Path("own.py").write_text(OWN_TASK)
     train(swept(task="own.py:Own"))
     rows = read_rows([LEDGER], fail)
     Path("own.py").write_text(f"# The text has changed, and not what it does.{OWN_TASK}")
     checked = raysim_("ledger", "check", LEDGER)
     assert checked.code == 1 and checked.err.count("(files.task.own.py: ") == len(rows) == 4
-    said = raysim_("ledger", "carry", LEDGER, "-o", "new.jsonl")
-    assert said.code == 0 and said.out.endswith("rows carried over: 4\n4 rows in new.jsonl\n")
-    new = read_rows(["new.jsonl"], fail)
-    assert [row.digest for row in new] == [row.digest for row in rows]
-    assert not {row.fingerprint for row in new} & {row.fingerprint for row in rows}
-    forget_all_but_the_ledger()
-    assert train(swept(task="own.py:Own"), "new.jsonl") == []
-
-
-def test_rows_are_not_carried_over_to_code_that_does_something_else(raysim_):
-    Path("own.py").write_text(OWN_TASK)
-    train(swept(task="own.py:Own"))
-    Path("own.py").write_text(OWN_TASK.replace("(outputs, batch)\n", "(2 * outputs, batch)\n"))
-    said = raysim_("ledger", "carry", LEDGER, "-o", "new.jsonl")
-    assert said.code == 2 and "another digest" in said.err and not Path("new.jsonl").exists()
+    with pytest.raises(ConfigError, match=r"own\.py has changed"):
+        recompute(rows[0])
     Path("own.py").unlink()  # a row of code that is elsewhere cannot be judged
     assert raysim_("ledger", "check", LEDGER).code == 0
 

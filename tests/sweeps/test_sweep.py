@@ -35,7 +35,7 @@ from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking
 from raysim.tracking.recorder import Recorder
 from raysim.tracking.spool import Spool
-from raysim.tracking.tracker import Forwarder
+from raysim.tracking.tracker import Writer
 
 DEADLY = """
 import os, signal
@@ -407,23 +407,23 @@ def test_a_dead_server_loses_nothing(
 
     monkeypatch.setattr(client, "create_run", failing(client.create_run))
     recorders = [Recorder(uri, "dead", tmp_path / name, parent="p" * 32) for name in ("one", "two")]
-    forwarder = Forwarder(uri, "dead")
+    writer = Writer(uri, "dead")
     for recorder in recorders:
         recorder.start("run", {"a": 1}, {})
         recorder.metrics({"loss": 1.0}, 0)
-        forwarder.follow(tmp_path / ("one" if recorder is recorders[0] else "two"))
-    forwarder.finish()
+        writer.follow(tmp_path / ("one" if recorder is recorders[0] else "two"))
+    writer.finish()
     assert (
         caplog.text.count("tracking is down") == 1
         and "records of 2 runs were not all sent" in caplog.text
     )
-    down, forwarder = False, Forwarder(uri, "dead")
+    down, writer = False, Writer(uri, "dead")
     for name in ("one", "two"):
-        forwarder.follow(tmp_path / name)
+        writer.follow(tmp_path / name)
     for recorder in recorders:  # still going on meanwhile
         recorder.metrics({"loss": 2.0}, 1)
         recorder.finish("FINISHED")
-    forwarder.finish()
+    writer.finish()
     mlflow = mlflow_client.connected(uri)
     runs = mlflow.search_runs([mlflow.get_experiment_by_name("dead").experiment_id])
     assert len(runs) == 2

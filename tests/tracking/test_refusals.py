@@ -15,8 +15,9 @@ from support.processes import until
 from raysim.config.sections.storage import Tracking
 from raysim.errors import RaysimError
 from raysim.tracking import tracker as tracking
+from raysim.tracking.replay import replay_spool
 from raysim.tracking.spool import Tail
-from raysim.tracking.tracker import Forwarder, Tracker, replay_spool
+from raysim.tracking.tracker import Tracker, Writer
 
 
 @pytest.fixture
@@ -93,17 +94,17 @@ def test_metrics_and_status_arrive_whatever_files_do(
 
 
 def test_files_of_a_sweep_block_no_metrics(settings: Tracking, tmp_path: Path, refused) -> None:
-    """The forwarder sends the records of all trials."""
+    """The writer sends the records of all trials."""
     recorders = [
         tracking.Recorder(settings.uri, settings.experiment, tmp_path / name) for name in "ab"
     ]
-    forwarder = Forwarder(settings.uri, settings.experiment)
+    writer = Writer(settings.uri, settings.experiment)
     for recorder in recorders:
         recorder.start("trial", {}, {})
         train(recorder, recorder._spool.path.parent)  # pyright: ignore[reportArgumentType]
         recorder.finish("FINISHED")
-        forwarder.follow(recorder._spool.path.parent)
-    forwarder.finish()
+        writer.follow(recorder._spool.path.parent)
+    writer.finish()
     for name in "ab":
         tail = Tail(tmp_path / name)
         assert tail.pending == 1 and tail.run_id

@@ -7,6 +7,7 @@ import sqlite3
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes import basic, client_of
@@ -16,7 +17,8 @@ from raysim.config.sections.storage import Tracking
 from raysim.errors import RaysimError
 from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking
-from raysim.tracking.mlflow_client import RunClient, brief
+from raysim.tracking.mlflow_client import brief
+from raysim.tracking.replay import replay_spool
 from raysim.tracking.tracker import Tracker
 
 
@@ -51,7 +53,7 @@ from raysim.tracking.tracker import Tracker
 def test_the_advice_fits_the_error(uri: str, error: Exception, advice: str, monkeypatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    remedy = RunClient(uri, "experiment", None, Path()).remedy(error)
+    remedy = mlflow_client.remedy(uri, error)
     assert advice in remedy and "secret" not in remedy
     assert ("mlflow server" in remedy) == uri.startswith("http")
 
@@ -59,10 +61,10 @@ def test_the_advice_fits_the_error(uri: str, error: Exception, advice: str, monk
 def test_a_proxy_in_the_way_is_named(monkeypatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "other")
-    client = RunClient("http://tracking:5000", "experiment", None, Path())
-    assert "http_proxy" in client.remedy(None) and "add tracking to NO_PROXY" in client.remedy(None)
+    advice = mlflow_client.remedy("http://tracking:5000", None)
+    assert "http_proxy" in advice and "add tracking to NO_PROXY" in advice
     monkeypatch.setenv("no_proxy", "tracking")
-    assert "proxy" not in client.remedy(None)
+    assert "proxy" not in mlflow_client.remedy("http://tracking:5000", None)
 
 
 def test_control_characters_of_a_server_do_not_reach_the_terminal() -> None:
@@ -73,14 +75,14 @@ def test_a_locked_database_is_awaited(tmp_path: Path, monkeypatch) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client_of(uri).search_experiments()
     errors = [RuntimeError("(sqlite3.OperationalError) database is locked")] * 2
-    connect = RunClient._connect
+    connect = mlflow_client.open_experiment
 
-    def locked(client: RunClient) -> None:
+    def locked(*arguments: str) -> tuple[Any, str]:
         if errors:
             raise errors.pop()
-        connect(client)
+        return connect(*arguments)
 
-    monkeypatch.setattr(RunClient, "_connect", locked)
+    monkeypatch.setattr(mlflow_client, "open_experiment", locked)
     tracker = Tracker(Tracking(uri=uri, experiment="locked"), tmp_path / "run")
     assert tracker.start("run", {}, {})
     tracker.finish("FINISHED")
@@ -103,12 +105,11 @@ def test_tables_are_made_in_one_step(tmp_path: Path, monkeypatch) -> None:
                 raise SystemExit("killed")
 
     monkeypatch.setattr(mlflow.store.tracking.sqlalchemy_store, "SqlAlchemyStore", Killed)
-    client = RunClient(uri, "experiment", None, tmp_path)
     with pytest.raises(SystemExit):
-        client._connect()
+        mlflow_client.open_experiment(uri, "experiment", mlflow_client.artifact_location(uri))
     assert [path.name for path in made] == [".partial-mlflow.db"]
     assert not (tmp_path / "mlflow.db").exists()
-    client._connect()
+    mlflow_client.open_experiment(uri, "experiment", mlflow_client.artifact_location(uri))
     assert (tmp_path / "mlflow.db").exists() and not (tmp_path / ".partial-mlflow.db").exists()
 
 
@@ -163,7 +164,7 @@ def test_a_full_disk_under_the_database_is_reported_at_the_end(
     for thread in threading.enumerate():
         if thread.name == "raysim-tracking":
             thread.join(30)
-    assert tracking.replay_spool(tmp_path / "run") > 0
+    assert replay_spool(tmp_path / "run") > 0
     (run,) = client_of(uri).search_runs(
         [client_of(uri).get_experiment_by_name(tmp_path.name).experiment_id]
     )

@@ -32,8 +32,9 @@ from raysim.runs.artifacts.plots import plot_learning_curve
 from raysim.tracking import charts, mlflow_client
 from raysim.tracking import tracker as tracking
 from raysim.tracking.recorder import flatten_parameters
+from raysim.tracking.replay import replay_spool
 from raysim.tracking.spool import Spool
-from raysim.tracking.tracker import Tracker, replay_spool
+from raysim.tracking.tracker import Tracker
 
 
 @pytest.fixture(scope="module")
@@ -285,6 +286,7 @@ def test_crash_before_acknowledgement(settings: Tracking, tmp_path: Path) -> Non
         from raysim.config.sections.storage import Tracking
         from raysim.tracking import mlflow_client
         from raysim.tracking import tracker as tracking
+        from raysim.tracking.spool import Spool
         tracking.FLUSH = 0.05
         tracker = tracking.Tracker(Tracking(uri=sys.argv[1], experiment=sys.argv[2]), Path(sys.argv[3]))
         print(tracker.start("run", {"a": 1}, {}), flush=True)
@@ -293,7 +295,7 @@ def test_crash_before_acknowledgement(settings: Tracking, tmp_path: Path) -> Non
             if t == 60:
                 while tracker.pending:
                     time.sleep(0.01)
-                tracking.Spool.acknowledge = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+                Spool.acknowledge = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(20)
         """,
         settings.uri, settings.experiment, tmp_path,
@@ -324,7 +326,7 @@ def test_a_database_that_was_deleted_gets_the_whole_run_again(tmp_path: Path) ->
         tracker.metrics({"loss": float(t)}, t)
     tracker.finish("FINISHED")
     (tmp_path / "own.db").unlink()
-    code = "import sys; from raysim.tracking.tracker import replay_spool; print(*(replay_spool(sys.argv[1]) for _ in range(2)))"
+    code = "import sys; from raysim.tracking.replay import replay_spool; print(*(replay_spool(sys.argv[1]) for _ in range(2)))"
     said, error = python(code, tmp_path / "run").communicate(timeout=100)
     assert said.split() == ["9", "0"], error  # start, params, tags, 5 rounds, finish
     with contextlib.closing(sqlite3.connect(tmp_path / "own.db")) as database:
@@ -343,7 +345,7 @@ def test_a_folder_is_free_as_soon_as_a_run_that_never_began_is_over(
     monkeypatch.setitem(tracking.START_TIMEOUT_S, "database", 0.05)  # for the import
     first = Tracker(Tracking(uri=f"sqlite:///{tmp_path}/mlflow.db"), tmp_path)
     first.finish("FAILED")
-    assert first._writer.is_alive(), "MLflow is still being imported"
+    assert first._writer._thread.is_alive(), "MLflow is still being imported"
     second = Tracker(Tracking(uri=f"sqlite:///{tmp_path}/mlflow.db"), tmp_path)
     imported.set()
     second.finish("FAILED")
@@ -422,7 +424,7 @@ def test_dead_server_when_not_required(
     tracker.finish("FINISHED")
     assert tracker.run_id == provisional and tracker.pending == 9 and tracker.failures > 0
     assert "tracking is down" in caplog.text and "9 records were not sent" in caplog.text
-    tracker._writer.join(10)
+    tracker._writer._thread.join(10)
 
     again = Tracker(settings, tmp_path)  # the server is back, elsewhere
     run_id = again.start("run", {"a": 1}, {}, run_id=provisional)

@@ -259,7 +259,7 @@ def test_a_rule_that_looks_another_way_is_stopped_unless_it_says_so(
 
 
 def test_what_stays_unprotected_is_said_and_tagged(base, caplog):
-    from raysim.runs.run import run_tags
+    from raysim.runs.tracked_start import run_tags
 
     plan = prepare(
         {**base, "rounds": 1, "algorithm": "fedcurv", "privacy": {"noise_multiplier": 0.1}}

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from raysim.schedule import ScheduledRound
+from raysim.schedule import Arrival, ScheduledRound
 
 MAX_DRAWN_CLIENTS = 40
 """Largest number of clients whose tasks are drawn on the virtual clock."""
@@ -31,7 +32,9 @@ def plot_learning_curve(history: Sequence[Mapping[str, float]], path: Path) -> N
     FigureCanvasAgg(figure)
     names = list(dict.fromkeys(name for row in history for name in row))
     for axes, kind in zip(figure.subplots(1, 2), ("accuracy", "loss"), strict=True):
-        for name in (name for name in names if name.endswith(kind)):
+        for name in names:
+            if not name.endswith(kind):
+                continue
             points = [
                 (row.get("round", t), row[name]) for t, row in enumerate(history) if name in row
             ]
@@ -56,31 +59,37 @@ def plot_virtual_clock(turns: Sequence[ScheduledRound], path: Path) -> None:
         path: the file to write; its folder must exist.
     """
     arrived = [(arrival, turn.t - arrival.base) for turn in turns for arrival in turn.arrivals]
-    drawn_clients = sorted({arrival.client for arrival, _ in arrived})[:MAX_DRAWN_CLIENTS]
-    lanes = {client: lane for lane, client in enumerate(drawn_clients)}
-    shown = [(arrival, staleness) for arrival, staleness in arrived if arrival.client in lanes]
+    stalest = max((staleness for _, staleness in arrived), default=0)
     figure = Figure(figsize=(12, 5), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     clock, histogram = figure.subplots(1, 2, width_ratios=(3, 1))
-    bars = clock.barh(
-        [lanes[arrival.client] for arrival, _ in shown],
-        [arrival.finish - arrival.start for arrival, _ in shown],
-        left=[arrival.start for arrival, _ in shown],
-        height=0.8,
-    )
-    stalest = max((staleness for _, staleness in arrived), default=0)
-    colours = figure.colorbar(ScalarMappable(Normalize(0, max(stalest, 1)), "viridis_r"), ax=clock)
-    colours.set_label("staleness on arrival")
-    for bar, (_, staleness) in zip(bars, shown, strict=True):
-        bar.set_color(colours.cmap(staleness / max(stalest, 1)))
+    _plot_tasks(clock, arrived, max(stalest, 1))
     for turn in turns:
         clock.axvline(turn.time, color="0.8", linewidth=0.5, zorder=0)
-    clock.set_yticks(list(lanes.values()), list(map(str, lanes)), fontsize=6)
-    clock.set(xlabel="virtual time (lines: the server's rounds)", ylabel="client")
-    clock.set_title(f"tasks that arrived in rounds 0 to {turns[-1].t}, {len(lanes)} of the clients")
+    n_lanes = len(clock.get_yticks())
+    clock.set_title(f"tasks that arrived in rounds 0 to {turns[-1].t}, {n_lanes} of the clients")
     counts = Counter(staleness for _, staleness in arrived)
     histogram.bar(list(counts), list(counts.values()), color="tab:gray")
     histogram.set(title="staleness", xlabel="rounds behind", ylabel="arrived updates")
     histogram.set_xlim(-1, stalest + 1)
     histogram.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, format="png")
+
+
+def _plot_tasks(clock: Axes, arrived: Sequence[tuple[Arrival, int]], stalest: int) -> None:
+    """Plot a bar for each task of the drawn clients; its colour is the staleness on arrival."""
+    drawn_clients = sorted({arrival.client for arrival, _ in arrived})[:MAX_DRAWN_CLIENTS]
+    lanes = {client: lane for lane, client in enumerate(drawn_clients)}
+    colours = clock.figure.colorbar(ScalarMappable(Normalize(0, stalest), "viridis_r"), ax=clock)
+    colours.set_label("staleness on arrival")
+    for arrival, staleness in arrived:
+        if arrival.client in lanes:
+            clock.barh(
+                lanes[arrival.client],
+                arrival.finish - arrival.start,
+                left=arrival.start,
+                height=0.8,
+                color=colours.cmap(staleness / stalest),
+            )
+    clock.set_yticks(list(lanes.values()), list(map(str, lanes)), fontsize=6)
+    clock.set(xlabel="virtual time (lines: the server's rounds)", ylabel="client")

@@ -1,7 +1,7 @@
-"""Commands `bench`, `forecast`, `check-convergence`, `attack` and `privacy-match`.
+"""Commands `bench`, `check-convergence`, `attack` and `privacy-match`.
 
-They measure the cost of a configuration here, forecast it on a cluster, check the conditions of a
-theorem, and attack the updates of a run.
+They measure the speed of a configuration here, check the conditions of a theorem, and attack the
+updates of a run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from raysim.cli.base import Configuration, Overrides, app, check_picture, print_table
+from raysim.cli.base import Configuration, Overrides, app, print_table
 from raysim.cli.completion import complete_configuration, complete_override
 from raysim.cli.terminal import Terminal, say
-from raysim.errors import ConfigError, counted
+from raysim.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,13 +97,7 @@ def check_convergence(
     from raysim.prepare.resolve import prepare
 
     console = Terminal(as_json)
-    constants: list[str] = []
-    changes: list[str] = []
-    for text in overrides or []:
-        if text.startswith("L="):
-            constants.append(text.removeprefix("L="))
-        else:
-            changes.append(text)
+    constants, changes = _split_overrides(overrides or [])
     if constants and sample:
         raise ConfigError("--sample: L is given, so it is not estimated; leave out one of the two")
     plan = prepare(config, changes)
@@ -146,6 +140,18 @@ def check_convergence(
         say(json.dumps(_finite(facts)))
 
 
+def _split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the values of L, and the overrides of the configuration."""
+    constants: list[str] = []
+    changes: list[str] = []
+    for text in overrides:
+        if text.startswith("L="):
+            constants.append(text.removeprefix("L="))
+        else:
+            changes.append(text)
+    return constants, changes
+
+
 def _print_conditions(conditions: Iterable[Condition], console: Terminal) -> None:
     """Print a row for each condition of the theorem."""
     table = Table("condition of Theorem 1", "is", "at most", "share of the limit", "", box=None)
@@ -169,10 +175,8 @@ def _smoothness(plan: Plan, sample: int | None, console: Terminal) -> tuple[floa
     if theory and theory.L:
         return theory.L, "evaluate.theory.L"
     sample = sample or (theory.sample if theory else None)
-    passes, device = (
-        full_gradients.MAX_POWER_ITERATIONS * full_gradients.CURVATURE_FORWARD_PASSES,
-        "cuda:0" if plan.config.resources.gpus else "cpu",
-    )
+    passes = full_gradients.MAX_POWER_ITERATIONS * full_gradients.CURVATURE_FORWARD_PASSES
+    device = "cuda:0" if plan.config.resources.gpus else "cpu"
     model = plan.model()
     cost = full_gradients.compute_cost(plan.config, plan.clients, model, sample, passes)
     if cost.too_much(full_gradients.MAX_OPERATIONS_PER_RUN, vectors=2):
@@ -220,71 +224,6 @@ def _finite(value: Any) -> Any:
     return None if value == float("inf") else value
 
 
-@app.command(name="forecast")
-def forecast_cluster(
-    config: Configuration,
-    overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option(min=1, max=100_000, help="number of nodes")] = 4,
-    cpus: Annotated[int, typer.Option(min=0, max=10_000, help="CPUs per node")] = 8,
-    gpus: Annotated[
-        int,
-        typer.Option(min=0, help="GPUs per node; each actor uses one, or resources.gpus"),
-    ] = 0,
-    costs: Annotated[
-        str | None, typer.Option(help="YAML file with the costs of steps, bytes and messages")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, max=100_000, help="rounds to simulate")] = 4,
-    out: Annotated[Path, typer.Option(help="plot to write")] = Path("simulation.png"),
-    as_json: Annotated[
-        bool, typer.Option("--json", help="last line of standard output: one JSON object")
-    ] = False,
-) -> None:
-    """Forecast waiting times and traffic on a cluster that you do not have."""
-    from raysim.planning import forecast
-
-    check_picture(out)
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--out: there is no folder {out.absolute().parent}; create it, or name another one"
-        )
-    console = Terminal(as_json)
-    forecasted = forecast.run_forecast(
-        config, overrides or [], forecast.ClusterShape(nodes, cpus, gpus), costs, rounds, out
-    )
-    compared = [forecast.means(forecasted.added), forecast.means(forecasted.alone)]
-    c, step = forecasted.plan.config, forecasted.costs.training.step
-    blocks = -(-c.schedule.size // forecasted.plan.block_size)
-    console.print(
-        f"{nodes} nodes of {forecasted.actors} actors; {c.schedule.size:,} of "
-        f"{len(forecasted.plan.clients):,} clients per round "
-        f"in {counted(blocks, 'block')} ({forecasted.plan.mode}), {step:.3g} s per local step; "
-        f"the forecast took {forecasted.seconds:.1f} s"
-    )
-    table = Table("mean of a round", "sums added up on nodes", "each sum sent", box=None)
-    table.add_row("seconds", *(f"{means['round_seconds']:.3f}" for means in compared))
-    table.add_row(
-        "clients per second", *(f"{means['clients_per_second']:,.0f}" for means in compared)
-    )
-    table.add_row(
-        "actor utilization", *(f"{means['worker_utilization']:.1%}" for means in compared)
-    )
-    table.add_row("MB to the server", *(f"{means['bytes_up'] / 1e6:,.1f}" for means in compared))
-    table.add_row(
-        "MB from the server", *(f"{means['bytes_down'] / 1e6:,.1f}" for means in compared)
-    )
-    for kind in dict.fromkeys(kind for means in compared for kind in means["critical_path"]):
-        table.add_row(
-            f"critical path: {kind}",
-            *(f"{means['critical_path'].get(kind, 0):.3f} s" for means in compared),
-        )
-    print_table(table, console)
-    for part in forecasted.not_counted:
-        console.print(f"not counted    {part}", soft_wrap=True)
-    console.print(f"plot           {out}", soft_wrap=True)
-    if as_json:
-        say(json.dumps({**forecasted.as_object(), "picture": str(out)}))
-
-
 @app.command()
 def attack(
     run_dir: Annotated[
@@ -309,10 +248,8 @@ def attack(
         result, folder = attacks.attack(run_dir, overrides or [], progress)
     table = Table("client", "label", "cost", "PSNR (dB)", box=None)
     for client in result.clients:
-        labels, quality = (
-            " ".join(texts)
-            for texts in (map(str, client.labels), (f"{p:.2f}" for p in client.psnr))
-        )
+        labels = " ".join(map(str, client.labels))
+        quality = " ".join(f"{p:.2f}" for p in client.psnr)
         table.add_row(str(client.client), labels, f"{client.cost:.4g}", quality)
     print_table(table, console)
     exact = f", {result.exact} recovered exactly (not counted)" if result.exact else ""

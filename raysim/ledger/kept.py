@@ -1,0 +1,136 @@
+"""What a row of a ledger keeps of a configuration and of the metrics of a run.
+
+The history has the evaluations and other sparse metrics whole. What is logged every round is kept
+for the evaluated rounds, and of that only the loss, the costs and the user's own metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from raysim.config.schema import Config
+from raysim.ledger.ledger_row import Series
+from raysim.metrics import find_metric
+
+EVALUATIONS = ("accuracy", "loss", "val/accuracy", "val/loss")
+"""Metrics that only evaluations log."""
+
+KEPT_OF_EVERY_ROUND = (
+    "train_loss",
+    "bytes_down",
+    "bytes_up",
+    "virtual_time",
+    "system/round_seconds",
+    "clients/used",
+    "staleness/mean",
+    "staleness/max",
+)
+"""Registered metrics of every round that a row keeps."""
+
+_SECONDS = "system/round_seconds"
+"""Metric whose values are added up between the rounds that are kept."""
+
+_WITHOUT_EFFECT = ("tracking", "checkpoint", "client_state", "run_dir")
+"""Sections of the configuration that a row leaves out."""
+
+_RESOURCES = ("executor", "actors", "threads", "gpus", "server_gpus")
+"""Keys of `resources` that a row keeps."""
+
+
+def kept_config(config: Config) -> dict[str, Any]:
+    """Return the part of a resolved configuration that a row keeps.
+
+    Args:
+        config: Resolved configuration.
+    """
+    kept = config.model_dump(mode="json", exclude=set(_WITHOUT_EFFECT))
+    if config.stop is None:  # as in rows of versions that do not have it
+        kept.pop("stop")
+    kept["resources"] = {key: kept["resources"][key] for key in _RESOURCES}
+    kept["data"] = {k: v for k, v in kept["data"].items() if k not in ("root", "download")}
+    return kept
+
+
+def evaluated_rounds(history: Mapping[str, Series]) -> set[int]:
+    """Return the rounds that have an evaluation.
+
+    Args:
+        history: Values by metric and round.
+    """
+    return {t for name in EVALUATIONS for t in history.get(name, ())}
+
+
+def kept_history(records: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Series]:
+    """Return what a row keeps of the metrics of all rounds.
+
+    Args:
+        records: (round, metrics) of each round, by ascending rounds.
+
+    Returns:
+        Values by metric and round.
+    """
+    whole: dict[str, dict[int, float]] = {}
+    for t, record in records:
+        for name, value in record.items():
+            whole.setdefault(name, {})[t] = value
+    kept = {name: series for name, series in whole.items() if _is_kept(name)}
+    rounds = {t for t, _ in records}
+    evaluated = evaluated_rounds(whole)
+    # Without an evaluation the metrics of every round are all that the run has.
+    dense_rounds = {*evaluated, max(rounds)} if evaluated else rounds
+    return cut_history(kept, rounds, dense_rounds)
+
+
+def cut_history(
+    history: Mapping[str, Series], rounds: Container[int], dense_rounds: Container[int]
+) -> dict[str, Series]:
+    """Return a history of some rounds.
+
+    Args:
+        history: values by metric and round.
+        rounds: the rounds to keep.
+        dense_rounds: those for which metrics of every round are kept.
+    """
+    cut: dict[str, Series] = {}
+    for name, series in history.items():
+        kept_rounds = dense_rounds if _is_cut(name) else rounds
+        if name == _SECONDS:
+            kept = _summed(series, kept_rounds)
+        else:
+            kept = {t: value for t, value in series.items() if t in kept_rounds}
+        if kept:
+            cut[name] = kept
+    return cut
+
+
+def _summed(series: Series, rounds: Container[int]) -> Series:
+    """Return for each of some rounds the sum of the values since the last of these."""
+    kept: dict[int, float] = {}
+    total = before = 0.0
+    for t, value in series.items():
+        total += value
+        if t in rounds:
+            kept[t] = round(total - before, 4)
+            before = total
+    return kept
+
+
+def _is_kept(name: str) -> bool:
+    """Return True if a row keeps a metric."""
+    metric = find_metric(name)
+    if metric is None or metric.users_own or name in KEPT_OF_EVERY_ROUND:
+        return True
+    return not metric.logged.startswith("every round") and not name.startswith("system/")
+
+
+def _is_cut(name: str) -> bool:
+    """Return True if a row keeps a metric only for the evaluated rounds."""
+    metric = find_metric(name)
+    return (
+        metric is None
+        or metric.users_own
+        or metric.is_count
+        or name in (*KEPT_OF_EVERY_ROUND, *EVALUATIONS)
+        or name.startswith(("accuracy/", "privacy/"))
+    )

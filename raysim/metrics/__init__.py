@@ -1,0 +1,152 @@
+"""The registry of metrics: the name of each, its unit, what it measures and when it is logged."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from raysim.metrics.table import (
+    CLIENT_FIGURES,
+    EVERY_ROUND,
+    METRICS,
+    VALIDATION,
+    Metric,
+)
+
+_DECLARED: dict[str, Metric] = {}
+"""Metrics that rules declare, by name."""
+
+
+def declare(name: str, unit: str, meaning: str, rule: str, users_own: bool) -> None:
+    """Declare a metric that a rule logs in every round.
+
+    Args:
+        name: name of the metric, such as "server/tau_eff".
+        unit: its unit; "" for none.
+        meaning: what it measures.
+        rule: name of the rule. Several rules may declare one metric.
+        users_own: whether the rule is not shipped.
+    """
+    own = [metric for metric in METRICS if not metric.users_own]
+    if any(metric.matches(name) for metric in own):
+        return  # what it is stands in the engine's list
+    rules = {rule}
+    if before := _DECLARED.get(name):
+        if users_own and not before.users_own:
+            return  # nor is a shipped method's metric changed by a user's
+        # A module that is loaded again declares its rules again.
+        rules |= {*before.logged.removeprefix(f"{EVERY_ROUND}, ").split(" and ")}
+    logged = f"{EVERY_ROUND}, {' and '.join(sorted(rules))}"
+    _DECLARED[name] = Metric(name, unit, meaning, logged, users_own=users_own)
+
+
+def all_metrics() -> list[Metric]:
+    """Return all metrics of a run; of several that match a name the first one counts."""
+    metrics = [metric for metric in METRICS if not metric.users_own]
+    for declared in _DECLARED.values():
+        part = declared.name.partition("/")[0]
+        places = [i for i, metric in enumerate(metrics) if metric.name.partition("/")[0] == part]
+        metrics.insert(places[-1] + 1 if places else len(metrics), declared)
+    return metrics + [metric for metric in METRICS if metric.users_own]
+
+
+def find_metric(name: str) -> Metric | None:
+    """Return the entry of a metric; None if there is none.
+
+    Args:
+        name: name of the metric.
+    """
+    shipped = [metric for metric in METRICS if not metric.users_own]
+    users_own = [metric for metric in METRICS if metric.users_own]
+    candidates = [*shipped, *_DECLARED.values(), *users_own]
+    return next((metric for metric in candidates if metric.matches(name)), None)
+
+
+def name_taken(name: str) -> str | None:
+    """Return the metric of raysim with which a user's metric would collide; None if there is none.
+
+    Args:
+        name: name of the user's metric, which is also logged as "clients/NAME".
+    """
+    entry = find_metric(name)
+    if entry is not None and not entry.users_own:
+        return name
+    return next((metric.name for metric in METRICS if metric.name == f"clients/{name}"), None)
+
+
+def has_direction(name: str) -> bool:
+    """Return whether a metric has a best value in a run, the largest or the smallest.
+
+    Args:
+        name: name of the metric.
+    """
+    entry = find_metric(name)
+    return entry is not None and entry.larger_is_better is not None and not accumulates(name)
+
+
+def accumulates(name: str) -> bool:
+    """Return whether a metric counts up over the rounds, so that only its last value is reported.
+
+    Args:
+        name: name of the metric.
+    """
+    entry = find_metric(name)
+    return entry is not None and entry.accumulates
+
+
+def best_label(name: str) -> str:
+    """Return the label of the value by which reports compare runs, such as "best accuracy".
+
+    Args:
+        name: name of the metric; for a metric that accumulates it is the last value.
+    """
+    return f"{'last' if accumulates(name) else 'best'} {name}"
+
+
+def is_share(name: str) -> bool:
+    """Return whether a metric is a share between 0 and 1, such as an accuracy.
+
+    A metric that is not in the registry is one if its name ends in "accuracy".
+
+    Args:
+        name: name of the metric, such as "accuracy", "val/accuracy" or "clients/accuracy_worst10".
+    """
+    entry = find_metric(name)
+    if entry is None or entry.unit == "as the metric":
+        entry = find_metric(without_figure(name))
+    return entry.unit == "share" if entry else name.endswith("accuracy")
+
+
+def without_figure(name: str) -> str:
+    """Return the name of a task's metric: "loss" for "clients/val_loss_worst10".
+
+    Args:
+        name: name of the metric, or of a figure of its values at the clients.
+    """
+    ends = "|".join(end for end in CLIENT_FIGURES if end)
+    prefix, _, figure = name.rpartition("/")
+    bare = re.sub(f"({ends})$", "", figure)
+    return bare.removeprefix(VALIDATION) if prefix else bare
+
+
+def lower_is_better(name: str) -> bool:
+    """Return whether smaller values of a metric are better: of losses, errors and deviations.
+
+    Args:
+        name: name of the metric, such as "loss", "val/mse" or "clients/loss_worst10".
+    """
+    if name.endswith("_std"):
+        return True
+    bare = without_figure(name)
+    for candidate in (name, bare):
+        entry = find_metric(candidate)
+        if entry is not None and entry.larger_is_better is not None:
+            return not entry.larger_is_better
+    return bare.endswith("loss")
+
+
+def reserved_prefixes() -> Iterator[str]:
+    """Yield the first parts of the names of raysim's own metrics, which no probe may have."""
+    yield from dict.fromkeys(
+        metric.name.partition("/")[0] for metric in METRICS if not metric.name.startswith("{")
+    )
