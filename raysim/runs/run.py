@@ -182,7 +182,7 @@ def _own_folder(plan: Plan, run_dir: Path, is_new: bool) -> Iterator[None]:
             files.refuse_links(
                 run_dir, [client_store.ROWS_FOLDER] if plan.config.client_state.dir else []
             )
-            (run_dir / PARAMETERS_FILE).unlink(missing_ok=True)
+            files.remove(run_dir / PARAMETERS_FILE)
             write_config(plan, run_dir)
             try:
                 yield

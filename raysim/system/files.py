@@ -78,7 +78,7 @@ def open_own(path: Path, flags: int) -> int:
         The file descriptor.
 
     Raises:
-        ConfigError: `path` is a symbolic link.
+        ConfigError: `path` is a symbolic link or a folder.
         OSError: the file cannot be opened.
     """
     try:
@@ -86,7 +86,33 @@ def open_own(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _refusal(path) from None
+        if error.errno == errno.EISDIR:
+            raise is_a_folder(path) from None
         raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file of a run's folder, if it exists.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ConfigError: `path` is a folder.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        raise is_a_folder(path) from None
+
+
+def is_a_folder(path: Path) -> ConfigError:
+    """Return the error for a folder that stands where a run has a file.
+
+    Args:
+        path: the folder.
+    """
+    return ConfigError(f"{path} is a folder, and a run has a file there; remove it")
 
 
 def refuse_links(folder: Path, allowed: Iterable[str] = ()) -> None:

@@ -261,7 +261,7 @@ class Tail:
         if not self._sent_path.exists():
             return unsent
         if self._sent_path.is_dir():
-            raise ConfigError(f"{self._sent_path} is a folder; remove it")
+            raise files.is_a_folder(self._sent_path)
         try:
             return read_json(self._sent_path, _Mark, "all records are sent again")
         except ConfigError as error:
@@ -280,7 +280,7 @@ class Spool(Tail):
         folder: the run's folder.
 
     Raises:
-        ConfigError: the spool is a symbolic link, or damaged.
+        ConfigError: the spool is a symbolic link or a folder, or damaged.
         RaysimError: another process has this spool open, or it cannot be written.
     """
 

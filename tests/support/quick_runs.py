@@ -17,7 +17,7 @@ from torch import nn
 from raysim.models import build
 from raysim.models.checks.against_pytorch import check_reading
 from raysim.models.flat import Model
-from raysim.prepare import resolve
+from raysim.prepare import workload
 from raysim.runs import run
 from raysim.runs.artifacts import client_plots, plots, written_files
 from raysim.tracking.recorder import Untracked
@@ -62,7 +62,7 @@ def check_shipped_nets_once(replace: Callable[[Any, str, Any], None]) -> None:
     Args:
         replace: sets an attribute, as `setattr` does.
     """
-    replace(resolve, "check_reading", _check_reading)
+    replace(workload, "check_reading", _check_reading)
 
 
 def _check_reading(net: nn.Module, model: Model) -> None:
