@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from raysim.engine.worker_setup import configure_process, make_trainer
+from raysim.engine.process_setup import configure_process, make_trainer
 from raysim.prepare.resolve import prepare
 from raysim.training.messages import Block, Broadcast, ClientTask
 

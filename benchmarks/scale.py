@@ -37,7 +37,7 @@ from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.worker_setup import configure_process, make_trainer
+from raysim.engine.process_setup import configure_process, make_trainer
 from raysim.prepare.resolve import prepare
 from raysim.training.messages import Block, Broadcast, ClientResult, WorkerResult, cut_blocks
 

@@ -169,7 +169,7 @@ def _print_conditions(conditions: Iterable[Condition], console: Terminal) -> Non
 def _smoothness(plan: Plan, sample: int | None, console: Terminal) -> tuple[float, str]:
     """Return L and its source: configured, or estimated by the power method at x_0."""
     from raysim.diagnostics import full_gradients
-    from raysim.engine.worker_setup import configure_process, make_trainer
+    from raysim.engine.process_setup import configure_process, make_trainer
 
     theory = plan.config.evaluate.theory
     if theory and theory.L:

@@ -257,9 +257,11 @@ def _print_pairs(rows: list[CatalogueRow]) -> None:
     say("  ".join(key.ljust(width) for key, width in widths.items()))
     for row, server in zip(rows, servers, strict=True):
         cells = [server.ljust(widths["server"])]
-        for client, name in row.items():
-            if client != "server":
-                cells.append(("*" if name not in ("", "x") else name).ljust(widths[client]))
+        for column, name in row.items():
+            if column == "server":
+                continue
+            mark = name if name in ("", "x") else "*"
+            cells.append(mark.ljust(widths[column]))
         say("  ".join(cells).rstrip())
     say(
         "\n*: a named algorithm (raysim list algorithms)   x: runs as client=... server=...   "

@@ -32,8 +32,7 @@ from raysim.distributed.heartbeats import Address, Heartbeat
 from raysim.distributed.shared_memory import SharedBuffer, SharedBufferRef
 from raysim.engine.evaluation.evaluator import Evaluator
 from raysim.engine.plan import Plan
-from raysim.engine.server_setup import make_server
-from raysim.engine.worker_setup import configure_process, make_trainer
+from raysim.engine.process_setup import configure_process, make_server, make_trainer
 from raysim.numerics.fixed_point import FixedTotal, combine
 from raysim.rules.client_sampling import SelectionPool
 from raysim.server.central_server import RoundCohort

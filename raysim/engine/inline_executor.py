@@ -17,8 +17,7 @@ from raysim.engine.executor import (
     RoundResults,
 )
 from raysim.engine.plan import Plan
-from raysim.engine.server_setup import make_server
-from raysim.engine.worker_setup import configure_process, make_trainer
+from raysim.engine.process_setup import configure_process, make_server, make_trainer
 from raysim.errors import RaysimError
 from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import State

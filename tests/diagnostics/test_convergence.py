@@ -24,7 +24,7 @@ from raysim.diagnostics import convergence, recorded_updates
 from raysim.diagnostics.convergence import TheoremInputs
 from raysim.diagnostics.full_gradients import FullGradients
 from raysim.engine.plan import Plan
-from raysim.engine.worker_setup import make_trainer
+from raysim.engine.process_setup import make_trainer
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.reports.analysis import speedup

@@ -34,9 +34,8 @@ from raysim.config.sections.schedule import InFlight
 from raysim.data import load_dataset
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.server_setup import make_server
+from raysim.engine.process_setup import make_server, make_trainer
 from raysim.engine.state import checkpoint
-from raysim.engine.worker_setup import make_trainer
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
 from raysim.randomness import generator

@@ -13,7 +13,7 @@ import raysim
 from raysim.config.sections.data import Data
 from raysim.data import load_dataset
 from raysim.engine.cohorts import make_cohort, make_tasks
-from raysim.engine.worker_setup import make_trainer
+from raysim.engine.process_setup import make_trainer
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
 from raysim.runs.artifacts.plots import plot_virtual_clock

@@ -12,7 +12,7 @@ from support.batteries import algorithm_of_each_client_rule, small
 from support.cuda_graphs import again
 from support.programs import program
 
-from raysim.engine.worker_setup import make_trainer
+from raysim.engine.process_setup import make_trainer
 from raysim.prepare.resolve import prepare
 from raysim.training.trainers.cuda_graphs import CudaGraphCache
 from raysim.training.trainers.vmap import VmapTrainer

@@ -23,7 +23,7 @@ from raysim.data import Examples
 from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.worker_setup import make_trainer
+from raysim.engine.process_setup import make_trainer
 from raysim.errors import ClientError, ConfigError
 from raysim.models.flat import Model
 from raysim.numerics import NonFiniteError, combine, fixed_sum, to_float

@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler
 import raysim
 from raysim.config import explain
 from raysim.engine.plan import Plan
-from raysim.engine.worker_setup import make_trainer
+from raysim.engine.process_setup import make_trainer
 from raysim.errors import ClientError, ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.training.messages import Block, Broadcast, ClientTask

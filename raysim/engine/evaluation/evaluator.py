@@ -5,7 +5,7 @@ from __future__ import annotations
 from raysim.data import Examples
 from raysim.engine import probes
 from raysim.engine.plan import EvaluatedModel, Plan
-from raysim.engine.worker_setup import make_trainer
+from raysim.engine.process_setup import make_trainer
 from raysim.errors import RaysimError, in_a_line
 from raysim.models.flat import BoundModel
 from raysim.system.signals import reraise_stop

@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from raysim.engine.plan import Plan
-from raysim.engine.server_setup import make_server
+from raysim.engine.process_setup import make_server
 from raysim.errors import ConfigError, ContractError, RaysimError, round_name
 from raysim.models.comparison import same_values
 from raysim.prepare.dry_run.client_rule import DRY_RUN_TIMEOUT_S, LARGE_NET_PARAMETERS, RuleDryRun

@@ -1,4 +1,4 @@
-"""The trainer of a worker, with the evaluator of clients, and the settings of its process."""
+"""Server and trainer of a process, made from the plan, and the settings of the process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import FineTune
@@ -16,13 +17,21 @@ from raysim.data import Clients, Examples, VirtualClients
 from raysim.data.partition.clients import ExampleLists
 from raysim.engine import learning, probes
 from raysim.engine.plan import Plan
+from raysim.numerics import use_threads
+from raysim.numerics.inner_products import MAX_DEFAULT_THREADS
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule, overridden
 from raysim.rules.task import LocalData
+from raysim.rules.uploads import declared
+from raysim.server.central_server import Server
+from raysim.server.client_dp_noise import NoisyMean
+from raysim.server.update_steps import PersonalParameters, PublicDataTask, UpdateStep
+from raysim.system import machine
 from raysim.training.client_evaluator import ClientEvaluator, uses_own_models
 from raysim.training.groups import ClientGroup, WorkerParts
 from raysim.training.personal import PersonalParts
+from raysim.training.tasks.server_task import ServerTask
 from raysim.training.trainers.group_trainer import GroupTrainer
 from raysim.training.trainers.loop_trainer import LoopTrainer
 from raysim.training.trainers.pooled import PooledTrainer
@@ -197,3 +206,39 @@ def _fine_tuning(config: Config, asked: FineTune) -> Config:
     )
     seed = int(generator(config.seed, "fine-tuning").integers(2**63))
     return config.model_copy(update={"local": local, "privacy": None, "seed": seed})
+
+
+def make_server(plan: Plan, device: str) -> Server:
+    """Return the central server of a run on a device.
+
+    Args:
+        plan: the plan of the run.
+        device: name of the torch device.
+    """
+    use_threads(plan.config.resources.server_threads or min(MAX_DEFAULT_THREADS, machine.cores()))
+    x0, buffers = plan.initial
+    shapes = {
+        key: upload.resolved(plan.problem, plan.dtype).shape
+        for key, upload in declared(plan.client.sends).items()
+    }
+    x0, buffers = x0.to(device), buffers.to(device)
+    return Server(plan.server, x0, buffers, plan.problem, shapes, _update_steps(plan, x0, device))
+
+
+def _update_steps(plan: Plan, x0: Tensor, device: str) -> list[UpdateStep]:
+    """Return the steps around each update that the run asks for."""
+    steps: list[UpdateStep] = []
+    config = plan.config
+    if config.client_privacy is not None:
+        key = next(iter(plan.server.uploads))
+        size, rule = config.schedule.size, plan.server.name
+        steps.append(NoisyMean(config.client_privacy, key, size, config.seed, rule))
+    # Before `update`, so that the rule and the text of its errors have what attackers send.
+    if plan.collusion is not None:
+        steps.append(plan.collusion)
+    public = learning.make_public_data(plan.dataset, plan.dtype, device, [plan.server])
+    if public is not None:
+        steps.append(PublicDataTask(ServerTask(config, plan.model(device), x0, public)))
+    if plan.personal.mask is not None:
+        steps.append(PersonalParameters(plan.personal.mask.to(device)))
+    return steps
