@@ -16,6 +16,8 @@ from raysim.metrics import (
     reserved_prefixes,
     without_figure,
 )
+from raysim.rules.methods.registry import is_shipped
+from raysim.rules.rule import Rule
 
 ROUND_METRICS = (
     "train_loss",
@@ -131,11 +133,12 @@ def written_out(stop: Stop | None, best: BestBy | None) -> Stop | None:
     return stop.model_copy(update={"metric": metric, "mode": stop.mode or mode})
 
 
-def check_stop(config: Config, probes: Sequence[str] = ()) -> None:
+def check_stop(config: Config, rules: Sequence[Rule], probes: Sequence[str] = ()) -> None:
     """Check that a run logs the metric of its section `stop`, and that time does not decide it.
 
     Args:
         config: the resolved configuration of the run.
+        rules: its client rules and its server rule.
         probes: the names of its probes, with which their metrics begin.
 
     Raises:
@@ -155,6 +158,10 @@ def check_stop(config: Config, probes: Sequence[str] = ()) -> None:
     entry = find_metric(metric)
     if entry is not None and _is_missing(config, entry.logged):
         raise ConfigError(f"{key}: {metric} is not measured; set {entry.logged}")
+    if entry is not None and entry.rules and not _may_log(rules, entry.rules):
+        raise ConfigError(
+            f"{key}: {metric} is not logged by this method, but by {', '.join(sorted(entry.rules))}"
+        )
     source, _, rest = metric.partition("/")
     is_unknown = bool(rest) and source not in {*reserved_prefixes(), *probes}
     if is_unknown and not _has_users_metric(config.evaluate.metrics or ()):
@@ -190,6 +197,18 @@ def _is_missing(config: Config, logged: str) -> bool:
     for key in rest:
         value = getattr(value, key, None)
     return value is None
+
+
+def _may_log(rules: Sequence[Rule], names: frozenset[str]) -> bool:
+    """Return whether one of a run's rules logs what the rules of these names declare."""
+    for rule in rules:
+        # A user's rule may log what it does not declare.
+        if not is_shipped(rule):
+            return True
+        # A rule logs what it inherits.
+        if any(getattr(ancestor, "name", "") in names for ancestor in type(rule).__mro__):
+            return True
+    return False
 
 
 def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:

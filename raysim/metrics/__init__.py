@@ -30,14 +30,13 @@ def declare(name: str, unit: str, meaning: str, rule: str, users_own: bool) -> N
     own = [metric for metric in METRICS if not metric.users_own]
     if any(metric.matches(name) for metric in own):
         return  # what it is stands in the engine's list
-    rules = {rule}
+    rules = frozenset({rule})
     if before := _DECLARED.get(name):
         if users_own and not before.users_own:
             return  # nor is a shipped method's metric changed by a user's
-        # A module that is loaded again declares its rules again.
-        rules |= {*before.logged.removeprefix(f"{EVERY_ROUND}, ").split(" and ")}
+        rules |= before.rules
     logged = f"{EVERY_ROUND}, {' and '.join(sorted(rules))}"
-    _DECLARED[name] = Metric(name, unit, meaning, logged, users_own=users_own)
+    _DECLARED[name] = Metric(name, unit, meaning, logged, users_own=users_own, rules=rules)
 
 
 def all_metrics() -> list[Metric]:

@@ -42,6 +42,8 @@ class Metric:
     """Whether larger values are better; None: neither."""
     accumulates: bool = False
     """True for a metric that grows over the rounds; tables show its last value."""
+    rules: frozenset[str] = frozenset()
+    """Names of the rules that declare it; empty for a metric of the engine."""
 
     def matches(self, name: str) -> bool:
         """Return whether a metric of this name is of this form.

@@ -119,7 +119,8 @@ def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = lo
     )
 
     written_out = write_out(config, rules, workload, batching, attached)
-    early_stop.check_stop(written_out, [probes.name_of(probe) for probe in attached])
+    own_rules = [rules.client, rules.server, *rules.groups.values()]
+    early_stop.check_stop(written_out, own_rules, [probes.name_of(probe) for probe in attached])
     early_stop.check_best(written_out)
     resolved = record_files(written_out, workload.dataset)
     plan = Plan(

@@ -13,6 +13,7 @@ from raysim.config import explain
 from raysim.config.sections.evaluation import Stop
 from raysim.engine.early_stop import StopRule, check_stop
 from raysim.errors import ConfigError, RaysimError
+from raysim.prepare.resolve import prepare
 from raysim.rules.contract import ALGORITHMS
 from raysim.rules.methods import registry
 from raysim.runs.resume import reopen
@@ -131,10 +132,12 @@ def test_every_metric_that_a_method_logs_can_stop_it():
             keys = {key: value for key, value in keys.items() if key != "schedule"}
             keys["partition"] = {"clients": 20}
         done = raysim.run(keys, tracking=False)
+        plan = prepare(keys)
         for metric in done.history[-1]:
             if not metric.startswith(("system/", "round")) and "virtual" not in metric:
                 stop = Stop(metric=metric, mode="max", patience=1)
-                check_stop(done.config.model_copy(update={"stop": stop}))
+                config = done.config.model_copy(update={"stop": stop})
+                check_stop(config, [plan.client, plan.server])
 
 
 @pytest.mark.parametrize(
@@ -157,6 +160,10 @@ def test_every_metric_that_a_method_logs_can_stop_it():
             r"stop\.metric: .*set evaluate\.forgetting",
         ),
         ({"patience": 2, "metric": "system/round_seconds"}, r"stop\.metric: .*depends on the mac"),
+        (
+            {"patience": 2, "metric": "server/tau_eff"},
+            r"stop\.metric: server/tau_eff is not logged by this method, but by fednova",
+        ),
     ],
 )
 def test_a_stop_that_cannot_work_is_refused(stop, message):

@@ -72,7 +72,7 @@ def _installed(section: str, name: str) -> Any:
     )
 
 
-def is_shipped(rule: ClientRule | ServerRule) -> bool:
+def is_shipped(rule: Rule) -> bool:
     """Return whether a rule ships with raysim.
 
     Args:
