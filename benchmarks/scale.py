@@ -33,11 +33,11 @@ from raysim.distributed.cluster.versions import source_code
 from raysim.distributed.heartbeats import Address, Heartbeat
 from raysim.distributed.ray_executor import RayExecutor
 from raysim.distributed.worker_pool import WorkerPool
-from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import configure_process, make_trainer
+from raysim.engine.round_clients import make_cohort, make_tasks
 from raysim.prepare.resolve import prepare
 from raysim.training.messages import Block, Broadcast, ClientResult, WorkerResult, cut_blocks
 

@@ -86,7 +86,7 @@ class ProbeError(RaysimError):
 
 
 class ServerStateLost(RaysimError):
-    """Loss of the central server or of an upload; only a checkpoint recovers from it."""
+    """Loss of the central server, of a vector that it stores, or of an actor (`ActorDied`)."""
 
 
 def shortened(text: str) -> str:

@@ -12,7 +12,7 @@ from raysim.attacks.plots import plot_reconstructions
 from raysim.attacks.reconstructions import AttackResult
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, RaysimError, round_name
-from raysim.tracking.replay import add_to
+from raysim.tracking.late_sending import add_to
 
 logger = logging.getLogger("raysim")
 

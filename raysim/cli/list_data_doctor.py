@@ -283,7 +283,7 @@ def sync(
 ) -> None:
     """Send the records that a run could not send while its tracking server was down."""
     from raysim.tracking import followers
-    from raysim.tracking.replay import replay_spool
+    from raysim.tracking.late_sending import replay_spool
 
     for name in also or []:
         if name not in followers.FOLLOWERS:

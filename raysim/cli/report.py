@@ -155,7 +155,7 @@ def report_table(
     log: Log = False,
 ) -> None:
     """Print a table of results, mean ± std over seeds, by the parameters that differ."""
-    from raysim.reports.table_rows import table_report
+    from raysim.reports.table_report import table_report
 
     suffixes = {"markdown": "md", "csv": "csv", "latex": "tex"}
     if form not in suffixes:
@@ -311,7 +311,7 @@ def report_claims(
 def _print_plot(context: typer.Context, kind: str) -> None:
     """Draw a report, print it in words, and store its file if that is wanted."""
     from raysim.reports.report_kinds import PLOTTED_KINDS
-    from raysim.reports.table_rows import cost_unit_of
+    from raysim.reports.table_report import cost_unit_of
 
     values = context.params
     out = values["out"] or _picture(context, kind)

@@ -185,9 +185,9 @@ def _train_one_client(plan: Plan) -> tuple[float, int]:
         RaysimError: a client failed that may not, all clients of the round failed, or the server
             rule failed.
     """
-    from raysim.engine.cohorts import failed_clients, make_cohort, make_tasks
     from raysim.engine.inline_executor import Inline
     from raysim.engine.loop import Engine
+    from raysim.engine.round_clients import failed_clients, make_cohort, make_tasks
     from raysim.server.central_server import RoundCohort
     from raysim.training.messages import cut_blocks
 

@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysim.config.sections.schedule import Sync
+from raysim.distributed.actor_health import ActorSupervisor
 from raysim.distributed.actors import ClientActor, EvalActor, NodeAggregator, ServerActor
 from raysim.distributed.block_scheduler import WorkerSpeeds
 from raysim.distributed.cluster import nodes
@@ -27,7 +28,6 @@ from raysim.distributed.cluster.autoscaling import await_resources
 from raysim.distributed.cluster.versions import check_source_code, source_code
 from raysim.distributed.node_traffic import ClusterTopology
 from raysim.distributed.shared_memory import SharedBuffer
-from raysim.distributed.supervision import ActorSupervisor
 from raysim.distributed.waiting import POLL_INTERVAL_S, first_line
 from raysim.engine.failure_policy import ActorDied, Decision, FailurePolicy, Work
 from raysim.engine.plan import Plan

@@ -1,12 +1,14 @@
 """What follows a failure: one policy for the loop and for the actors.
 
-Failures never change a result:
+What was lost is computed again, with the same result:
 
     a ClientActor      other workers train its blocks again; a new ClientActor replaces it
     a NodeAggregator   workers train its blocks again and upload them without aggregation
     the EvalActor      a new EvalActor repeats the evaluation
     the ServerActor    `ServerStateLost`: the engine resumes from a checkpoint, with a new server
-    a stored vector    `ServerStateLost`, likewise
+    a stored vector    `ServerStateLost`, likewise; for a node's sum, its blocks are trained again
+
+Only blocks that kill several workers in turn end the run, or their clients are dropped.
 """
 
 from __future__ import annotations

@@ -15,13 +15,6 @@ from numpy.random import Generator
 from torch import Tensor
 
 from raysim.config.sections.evaluation import DEFAULT_BEST
-from raysim.engine.cohorts import (
-    ActiveRound,
-    failed_clients,
-    make_cohort,
-    make_tasks,
-    require_used_updates,
-)
 from raysim.engine.early_stop import StopRule
 from raysim.engine.evaluation.candidates import CandidateEvaluator
 from raysim.engine.executor import (
@@ -36,6 +29,13 @@ from raysim.engine.failure_policy import Decision, FailurePolicy, Work
 from raysim.engine.plan import Plan, ProbedRun
 from raysim.engine.probes import Probes
 from raysim.engine.records import Records
+from raysim.engine.round_clients import (
+    ActiveRound,
+    failed_clients,
+    make_cohort,
+    make_tasks,
+    require_used_updates,
+)
 from raysim.engine.state import checkpoint
 from raysim.engine.state.client_store import ClientStateStore, rows_folder
 from raysim.engine.state.run_state import RunState

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic
 
-from raysim.engine.cohorts import ActiveRound
 from raysim.engine.evaluation.client_evaluation import ClientEvaluations
 from raysim.engine.executor import (
     Executor,
@@ -25,6 +24,7 @@ from raysim.engine.executor import (
     RoundResults,
 )
 from raysim.engine.probes import Probes
+from raysim.engine.round_clients import ActiveRound
 from raysim.engine.round_metrics import (
     Stopwatch,
     client_metrics,

@@ -18,6 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raysim.errors import ConfigError, in_a_line
+from raysim.models.batchnorm_statistics import (
+    BoundStatistics,
+    find_statistics,
+    named_statistics,
+    statistics_vector,
+)
 from raysim.models.first_outputs import check_first_loss, check_outputs
 from raysim.models.keyed_layers import (
     ForwardContext,
@@ -27,12 +33,6 @@ from raysim.models.keyed_layers import (
 )
 from raysim.models.parts import classifier_of, parameters_in_part
 from raysim.models.stages import StagedModel
-from raysim.models.statistics import (
-    BoundStatistics,
-    find_statistics,
-    named_statistics,
-    statistics_vector,
-)
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
 from raysim.rules.losses import Loss, cross_entropy, task_loss

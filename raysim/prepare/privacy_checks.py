@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -20,9 +19,6 @@ from raysim.models.checks.coupled_examples import couples_examples
 from raysim.models.flat import Model
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.methods import registry
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("raysim")
 

@@ -22,8 +22,8 @@ from raysim.errors import ConfigError, did_you_mean
 from raysim.reports.claims import claim_section
 from raysim.reports.report_kinds import PLOTTED_KINDS, Report, claims_report
 from raysim.reports.runs import RunSource
-from raysim.reports.table_rows import KeyNames, split_keys, table_report
-from raysim.reports.table_text import ResultsTable
+from raysim.reports.table_columns import ResultsTable
+from raysim.reports.table_report import KeyNames, split_keys, table_report
 
 logger = logging.getLogger("raysim")
 

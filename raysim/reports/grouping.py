@@ -14,7 +14,7 @@ from raysim.config.schema import SECTIONS_WITH_NAME
 from raysim.errors import ConfigError, did_you_mean
 from raysim.reports import method_sides
 from raysim.reports.published import same_value
-from raysim.reports.tables import short
+from raysim.reports.table_row import short
 from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun
 from raysim.reports.value_names import readable
 

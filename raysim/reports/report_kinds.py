@@ -1,4 +1,4 @@
-"""Kinds of reports: curves, sweeps, sensitivity, speedup and claims; `table_rows` has tables.
+"""Kinds of reports: curves, sweeps, sensitivity, speedup and claims; `table_report` has tables.
 
 Each kind is a function with the kind's options.
 """
@@ -20,14 +20,14 @@ from raysim.reports.analysis.curves import Curve, along, curves, grid
 from raysim.reports.claims import claim_section, verdicts
 from raysim.reports.grouping import apart, having, label
 from raysim.reports.runs import RunSource
-from raysim.reports.table_rows import (
+from raysim.reports.table_columns import with_numbers
+from raysim.reports.table_report import (
     KeyNames,
     Say,
     cost_unit_of,
     known_statistic,
     split_keys,
 )
-from raysim.reports.table_text import with_numbers
 from raysim.reports.tracked import CostUnit, TrackedRun
 
 

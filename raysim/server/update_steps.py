@@ -1,4 +1,7 @@
-"""Steps around the update of the server rule, which a run may have or not."""
+"""Steps around the update of the server rule, which a run may have or not.
+
+`engine.process_setup` chooses those of a run, and their order.
+"""
 
 from __future__ import annotations
 

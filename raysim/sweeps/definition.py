@@ -38,8 +38,8 @@ from raysim.reports.claims.claim_section import Claim, check_sides, read_claims
 from raysim.rules.methods import registry
 from raysim.runs.python_inputs import SECTIONS_OF_RULES
 from raysim.sweeps import search_space
-from raysim.sweeps.early_stopping import EarlyStopping
 from raysim.sweeps.search_space import Axis, Draw, as_text
+from raysim.sweeps.trial_stopping import EarlyStopping
 from raysim.system.json_files import parsed
 from raysim.tracking.recorder import flatten_parameters
 

@@ -22,8 +22,8 @@ from raysim.distributed.cluster.versions import check_source_code, source_code
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare import file_digests
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
-from raysim.sweeps.early_stopping import WORST_VALUE, EarlyStopping, RungTracker
 from raysim.sweeps.trial import train_trial
+from raysim.sweeps.trial_stopping import WORST_VALUE, EarlyStopping, RungTracker
 from raysim.system import startup_stages
 from raysim.system.signals import stoppable
 from raysim.tracking.recorder import Recorder

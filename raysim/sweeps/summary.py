@@ -18,8 +18,8 @@ from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.metrics import lower_is_better
 from raysim.reports.analysis import aggregate, plots
 from raysim.reports.analysis.curves import curves, grid
-from raysim.reports.table_text import ResultsTable
-from raysim.reports.tables import TableRow, short, sort_key
+from raysim.reports.table_columns import ResultsTable
+from raysim.reports.table_row import TableRow, short, sort_key
 from raysim.reports.tracked import TrackedRun
 from raysim.runs.artifacts.description import commands, table
 from raysim.runs.provenance import command_line

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from raysim.errors import RaysimError
 from raysim.system import lock
+from raysim.tracking.late_sending import replay_spool
 from raysim.tracking.recorder import Recorder
-from raysim.tracking.replay import replay_spool
 from raysim.tracking.spool import SPOOL_FILE
 
 logger = logging.getLogger("raysim.tracking")

@@ -28,8 +28,8 @@ from raysim.config.tracking_uri import absolute_uri, database_of, mask_secrets, 
 from raysim.errors import RaysimError
 from raysim.tracking import mlflow_client
 from raysim.tracking.mlflow_client import brief
+from raysim.tracking.mlflow_run import FileRefused, Refused, RunClient, RunDeleted
 from raysim.tracking.recorder import Recorder, Status
-from raysim.tracking.run_client import FileRefused, Refused, RunClient, RunDeleted
 from raysim.tracking.spool import Tail
 
 logger = logging.getLogger("raysim.tracking")

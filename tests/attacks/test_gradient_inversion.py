@@ -30,7 +30,7 @@ from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.tracking import mlflow_client
-from raysim.tracking.replay import replay_spool
+from raysim.tracking.late_sending import replay_spool
 from raysim.training.messages import Broadcast
 from raysim.training.tasks.vmap_task import VmapTask
 

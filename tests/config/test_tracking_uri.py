@@ -25,7 +25,7 @@ from raysim.prepare.resolve import read_run_config
 from raysim.runs.resume import reopen
 from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking
-from raysim.tracking.replay import replay_spool
+from raysim.tracking.late_sending import replay_spool
 
 SECRETS = ("pass1", "pass2", "t0ken")
 

@@ -14,8 +14,8 @@ from support.processes import basic, timeless
 from support.programs import program
 
 import raysim
+from raysim.distributed.actor_health import ActorSupervisor
 from raysim.distributed.ray_executor import RayExecutor
-from raysim.distributed.supervision import ActorSupervisor
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.prepare.resolve import prepare
 from raysim.runs import run as experiment

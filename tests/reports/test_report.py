@@ -20,13 +20,13 @@ import raysim
 from raysim import cli
 from raysim.config.sections.storage import Tracking
 from raysim.errors import ConfigError, RaysimError
-from raysim.reports import table_rows, value_names
+from raysim.reports import table_report, value_names
 from raysim.reports.analysis import aggregate, comparisons
 from raysim.reports.analysis.curves import curves
 from raysim.reports.analysis.targets import fraction_of
 from raysim.reports.runs import finished_runs
-from raysim.reports.table_text import ResultsTable
-from raysim.reports.tables import Figure
+from raysim.reports.table_columns import ResultsTable
+from raysim.reports.table_row import Figure
 from raysim.reports.tracked import TrackedRun
 from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking
@@ -822,7 +822,9 @@ def test_a_better_round_without_another_metric_is_mentioned():
     said: list[str] = []
     chooser = dataclasses.replace(run([0.1, 0.5, 0.9]), metric="val/accuracy")
     other = dataclasses.replace(chooser, history=[(0, 1.0), (1, 2.0)], metric="loss")
-    assert table_rows.chosen_rounds([chooser], [[other]], said.append) == {chooser.run_id: (1, 0.5)}
+    assert table_report.chosen_rounds([chooser], [[other]], said.append) == {
+        chooser.run_id: (1, 0.5)
+    }
     assert len(said) == 1 and "in a round without another metric" in said[0]
 
 

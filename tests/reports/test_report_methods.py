@@ -23,8 +23,8 @@ from raysim.reports.analysis.aggregate import rows
 from raysim.reports.analysis.curves import along, curves, grid
 from raysim.reports.analysis.targets import share_of
 from raysim.reports.grouping import apart
-from raysim.reports.table_text import ResultsTable
-from raysim.reports.tables import Rank
+from raysim.reports.table_columns import ResultsTable
+from raysim.reports.table_row import Rank
 from raysim.reports.tracked import TrackedRun
 from raysim.rules import contract
 from raysim.rules.methods import registry

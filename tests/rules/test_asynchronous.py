@@ -12,8 +12,8 @@ from support.programs import program
 import raysim
 from raysim.config.sections.data import Data
 from raysim.data import load_dataset
-from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.process_setup import make_trainer
+from raysim.engine.round_clients import make_cohort, make_tasks
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
 from raysim.runs.artifacts.plots import plot_virtual_clock

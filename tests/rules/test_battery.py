@@ -24,11 +24,11 @@ from support.oracle_cases import distance
 from support.pairs import all_pairs, with_every_rule
 from support.programs import program
 
-from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import make_trainer
+from raysim.engine.round_clients import make_cohort, make_tasks
 from raysim.errors import ClientError, ConfigError, round_name
 from raysim.prepare.resolve import prepare
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES, ServerRule, overridden

@@ -906,8 +906,8 @@ SLOW = program("run_slow")
 def test_who_takes_too_long_or_is_lost_is_named(local_ray, config, source, monkeypatch):
     from raysim.distributed.heartbeats import Monitor
     from raysim.distributed.ray_executor import RayExecutor
-    from raysim.engine.cohorts import make_cohort, make_tasks
     from raysim.engine.loop import Engine
+    from raysim.engine.round_clients import make_cohort, make_tasks
     from raysim.schedule import synchronous_round
     from raysim.training.messages import cut_blocks
 

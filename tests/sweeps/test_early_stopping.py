@@ -18,7 +18,7 @@ from raysim.errors import RaysimError
 from raysim.prepare import resolve
 from raysim.runs import run as experiment
 from raysim.sweeps import SweepResult, Trial, prepare_sweep
-from raysim.sweeps.early_stopping import WORST_VALUE, EarlyStopping, RungTracker
+from raysim.sweeps.trial_stopping import WORST_VALUE, EarlyStopping, RungTracker
 from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking
 

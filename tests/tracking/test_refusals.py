@@ -15,7 +15,7 @@ from support.processes import until
 from raysim.config.sections.storage import Tracking
 from raysim.errors import RaysimError
 from raysim.tracking import tracker as tracking
-from raysim.tracking.replay import replay_spool
+from raysim.tracking.late_sending import replay_spool
 from raysim.tracking.spool import Tail
 from raysim.tracking.tracker import Tracker, Writer
 

@@ -17,8 +17,8 @@ from raysim.config.sections.storage import Tracking
 from raysim.errors import RaysimError
 from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking
+from raysim.tracking.late_sending import replay_spool
 from raysim.tracking.mlflow_client import brief
-from raysim.tracking.replay import replay_spool
 from raysim.tracking.tracker import Tracker
 
 

@@ -31,8 +31,8 @@ from raysim.errors import ConfigError, RaysimError
 from raysim.runs.artifacts.plots import plot_learning_curve
 from raysim.tracking import charts, mlflow_client
 from raysim.tracking import tracker as tracking
+from raysim.tracking.late_sending import replay_spool
 from raysim.tracking.recorder import flatten_parameters
-from raysim.tracking.replay import replay_spool
 from raysim.tracking.spool import Spool
 from raysim.tracking.tracker import Tracker
 
@@ -326,7 +326,7 @@ def test_a_database_that_was_deleted_gets_the_whole_run_again(tmp_path: Path) ->
         tracker.metrics({"loss": float(t)}, t)
     tracker.finish("FINISHED")
     (tmp_path / "own.db").unlink()
-    code = "import sys; from raysim.tracking.replay import replay_spool; print(*(replay_spool(sys.argv[1]) for _ in range(2)))"
+    code = "import sys; from raysim.tracking.late_sending import replay_spool; print(*(replay_spool(sys.argv[1]) for _ in range(2)))"
     said, error = python(code, tmp_path / "run").communicate(timeout=100)
     assert said.split() == ["9", "0"], error  # start, params, tags, 5 rounds, finish
     with contextlib.closing(sqlite3.connect(tmp_path / "own.db")) as database:

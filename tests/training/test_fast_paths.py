@@ -20,10 +20,10 @@ from support.programs import program
 from torch import Tensor, nn
 
 from raysim.data import Examples
-from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import make_trainer
+from raysim.engine.round_clients import make_cohort, make_tasks
 from raysim.errors import ClientError, ConfigError
 from raysim.models.flat import Model
 from raysim.numerics import NonFiniteError, combine, fixed_sum, to_float

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from raysim.engine.cohorts import make_cohort
 from raysim.engine.evaluation.client_evaluation import (
     count_failed,
     evaluation_blocks,
@@ -14,6 +13,7 @@ from raysim.engine.evaluation.client_evaluation import (
 )
 from raysim.engine.executor import Executor, ModelHandle, Record
 from raysim.engine.plan import Plan
+from raysim.engine.round_clients import make_cohort
 from raysim.engine.state.client_store import ClientStateStore
 from raysim.errors import ClientError, RaysimError, round_name
 from raysim.randomness import generator

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from raysim.errors import ConfigError, in_a_line
+from raysim.models.batchnorm_statistics import BoundStatistics
 from raysim.models.checks.hidden_state import refuse_draws, refuse_hidden_state
 from raysim.models.comparison import close, layer_names, original_copy
 from raysim.models.first_outputs import failed_loss
 from raysim.models.flat import BoundModel, Model
-from raysim.models.statistics import BoundStatistics
 from raysim.randomness import generator
 from raysim.system.global_generators import GlobalGenerators
 from raysim.system.signals import reraise_stop

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from raysim.errors import ConfigError
+from raysim.models.batchnorm_statistics import COUNTER
 from raysim.models.comparison import close, layer_names, original_copy, same_values
 from raysim.models.flat import Model
-from raysim.models.statistics import COUNTER
 from raysim.system.global_generators import GlobalGenerators
 
 MODES = ("training", "evaluation", "training")

@@ -23,7 +23,7 @@ from raysim.reports.grouping import (
     value_of,
     varied,
 )
-from raysim.reports.tables import Figure, MeanStd, Rank, TableRow, sort_key, value_key
+from raysim.reports.table_row import Figure, MeanStd, Rank, TableRow, sort_key, value_key
 from raysim.reports.tracked import Statistic, TrackedRun
 from raysim.reports.value_names import readable
 

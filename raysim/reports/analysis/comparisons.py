@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from raysim.errors import ConfigError
 from raysim.reports.grouping import reference_runs, replicate, split_scenario
-from raysim.reports.tables import PairedDifference, TableRow, sort_key
+from raysim.reports.table_row import PairedDifference, TableRow, sort_key
 from raysim.reports.tracked import TrackedRun
 
 CONFIDENCE = 0.95

@@ -10,7 +10,7 @@ from raysim.errors import ConfigError
 from raysim.reports.analysis.aggregate import rows
 from raysim.reports.analysis.targets import refuse_unreachable
 from raysim.reports.grouping import apart, by_size, group_keys, grouped, label, resolved
-from raysim.reports.tables import MeanStd
+from raysim.reports.table_row import MeanStd
 from raysim.reports.tracked import TrackedRun
 from raysim.reports.value_names import readable
 

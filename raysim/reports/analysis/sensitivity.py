@@ -27,8 +27,8 @@ from raysim.errors import ConfigError
 from raysim.metrics import is_share, lower_is_better
 from raysim.reports.analysis.plots import Cloud
 from raysim.reports.grouping import grouped
-from raysim.reports.table_text import as_markdown
-from raysim.reports.tables import short
+from raysim.reports.table_columns import as_markdown
+from raysim.reports.table_row import short
 from raysim.reports.tracked import Statistic, TrackedRun
 from raysim.reports.value_names import readable
 

@@ -23,14 +23,14 @@ from raysim.reports.analysis.comparisons import paired_difference
 from raysim.reports.claims.claim_section import Claim, ClaimSide, RoundsTo
 from raysim.reports.grouping import by_size
 from raysim.reports.published import same_value
-from raysim.reports.table_text import (
+from raysim.reports.table_columns import (
     MISSING_TEXT,
     as_markdown,
     difference_text,
     number,
     rounded,
 )
-from raysim.reports.tables import MeanStd
+from raysim.reports.table_row import MeanStd
 from raysim.reports.tracked import MetricMissing, TrackedRun
 
 CONFIRMED, REFUTED, OPEN = "confirmed", "not confirmed", "undecided"

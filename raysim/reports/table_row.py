@@ -1,4 +1,4 @@
-"""Rows of a table of results; `table_text` writes them."""
+"""A row of a table of results, with its figures; `table_columns` writes rows."""
 
 from __future__ import annotations
 

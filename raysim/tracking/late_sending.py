@@ -12,8 +12,8 @@ from raysim.config.tracking_uri import database_of, mask_secrets, restored_uri
 from raysim.errors import ConfigError, RaysimError
 from raysim.tracking import mlflow_client
 from raysim.tracking.mlflow_client import brief
+from raysim.tracking.mlflow_run import FileRefused, RunClient, RunDeleted
 from raysim.tracking.recorder import Clock, legal
-from raysim.tracking.run_client import FileRefused, RunClient, RunDeleted
 from raysim.tracking.spool import SPOOL_FILE, Spool
 from raysim.tracking.tracker import advance, new_run_option, send_postponed
 

@@ -1,4 +1,4 @@
-"""Rows of a table of results, as the command line and the data frames show them."""
+"""The report "table": which runs become which rows, compared with what."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from raysim.errors import ConfigError, did_you_mean
 from raysim.reports import published
 from raysim.reports.analysis import aggregate, comparisons, targets
 from raysim.reports.runs import RunSource
-from raysim.reports.table_text import ResultsTable
-from raysim.reports.tables import TableRow
+from raysim.reports.table_columns import ResultsTable
+from raysim.reports.table_row import TableRow
 from raysim.reports.tracked import (
     STATISTICS,
     CostUnit,

@@ -1,4 +1,4 @@
-"""Tables of results as data frames: of numbers, and of texts that pandas writes for readers."""
+"""Columns of a table of results: as a data frame of numbers, and as texts that pandas writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pandas as pd
 
 from raysim.metrics import accumulates
 from raysim.reports.published import PublishedResult
-from raysim.reports.tables import (
+from raysim.reports.table_row import (
     Figure,
     MeanStd,
     PairedDifference,
