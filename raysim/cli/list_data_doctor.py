@@ -240,6 +240,8 @@ def _print_page(listing: str | None, name: str, as_json: bool) -> None:
 
 def _catalogue(listing: str) -> list[CatalogueRow]:
     """Return the rows of a list."""
+    if listing == "datasets":  # as libraries of data sets call it
+        listing = "data"
     if listing not in LISTABLE:
         if listing in (row["name"] for row in _algorithms()):
             raise ConfigError(

@@ -47,7 +47,7 @@ def is_part(model: type[BaseModel], key: str) -> bool:
 
 
 def _leave_out(value: Any, dumped: Any) -> None:
-    """Remove keys from the dump of a section, or of a mapping of sections."""
+    """Remove keys from the dump of a section, or of a mapping of sections by name."""
     if isinstance(value, BaseModel):
         for key, field in type(value).model_fields.items():
             entry = getattr(value, key)
@@ -57,7 +57,9 @@ def _leave_out(value: Any, dumped: Any) -> None:
                 _leave_out(entry, dumped[key])
     elif isinstance(value, Mapping):
         for key, entry in value.items():
-            _leave_out(entry, dumped[key])
+            # Keys of free mappings may be numbers, which JSON has as texts.
+            if isinstance(entry, BaseModel):
+                _leave_out(entry, dumped[key])
 
 
 def _is_left_out(value: Any, field: FieldInfo) -> bool:

@@ -40,13 +40,21 @@ class _Loader(_SafeLoader):
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         if node not in self._checked:  # before keys that are merged (<<) come in
             self._checked.add(node)
-            keys = set()
-            for key, _ in node.value:
-                if (key.tag, str(key.value)) in keys:
-                    problem = f"'{key.value}' is given twice"
-                    raise ConstructorError(None, None, problem, key.start_mark)
-                keys.add((key.tag, str(key.value)))
+            self._refuse_repeated_keys(node)
         super().flatten_mapping(node)
+
+    def _refuse_repeated_keys(self, node: yaml.MappingNode) -> None:
+        """Compare keys by their values: `yes` and `true` are one key."""
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, list | dict | set):
+                raise ConstructorError(None, None, "a key must be a word", key_node.start_mark)
+            if key in seen:
+                raise ConstructorError(None, None, f"'{key}' is given twice", key_node.start_mark)
+            seen.add(key)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         kind = node.tag.rpartition(":")[2]
@@ -100,24 +108,31 @@ def read_yaml(path: Path) -> Any:
         return load_yaml(file.read(MAX_CHARACTERS + 1))
 
 
-def check_value(value: Any, depth: int = 0) -> None:
+def check_value(value: Any) -> None:
     """Check a value that is given from Python against the limits of a text.
 
     Args:
         value: a number, text, or nested lists and mappings of these.
-        depth: number of lists and mappings around it.
 
     Raises:
-        yaml.YAMLError: a number is too long, or lists and mappings are too deep.
+        yaml.YAMLError: a number is too long, or lists and mappings are too deep or hold too much.
     """
-    if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
-        raise yaml.YAMLError(f"a number of more than {MAX_DIGITS} digits")
-    if not isinstance(value, Mapping | list | tuple):
-        return
-    if depth == MAX_NESTING_DEPTH:
-        raise yaml.YAMLError(f"more than {MAX_NESTING_DEPTH} lists and mappings inside one another")
-    for part in value.values() if isinstance(value, Mapping) else value:
-        check_value(part, depth + 1)
+    waiting = [(value, 0)]
+    count = 0
+    while waiting:
+        item, depth = waiting.pop()
+        count += 1
+        if isinstance(item, int) and abs(item) >= 10**MAX_DIGITS:
+            raise yaml.YAMLError(f"a number of more than {MAX_DIGITS} digits")
+        if isinstance(item, Mapping | list | tuple):
+            if depth == MAX_NESTING_DEPTH:
+                problem = f"more than {MAX_NESTING_DEPTH} lists and mappings inside one another"
+                raise yaml.YAMLError(problem)
+            parts = item.values() if isinstance(item, Mapping) else item
+            waiting += [(part, depth + 1) for part in parts]
+        # What waits counts too: lists that share their parts would fill the memory first.
+        if count + len(waiting) > MAX_CHARACTERS:
+            raise yaml.YAMLError(f"more than {MAX_CHARACTERS:,} values")
 
 
 def explain_yaml_error(error: yaml.YAMLError) -> str:
@@ -143,16 +158,17 @@ def _check_limits(text: str) -> None:
         if isinstance(event, yaml.CollectionStartEvent):
             open_nodes.append((event.anchor, size))
             size += 1
-            sizes[event.anchor] = MAX_CHARACTERS  # an alias inside of what it stands for
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, size_before = open_nodes.pop()
             sizes[anchor] = size - size_before
         elif isinstance(event, yaml.ScalarEvent):
             sizes[event.anchor] = len(event.value) + 1
             size += sizes[event.anchor]
-        elif isinstance(event, yaml.AliasEvent):
-            size += sizes.get(event.anchor, 0)
         problem = None
+        if isinstance(event, yaml.AliasEvent):
+            size += sizes.get(event.anchor, 1)
+            if event.anchor in [anchor for anchor, _ in open_nodes]:
+                problem = f"'*{event.anchor}' stands for something that it is a part of"
         if size > MAX_CHARACTERS:
             problem = f"with its aliases written out it has more than {MAX_CHARACTERS:,} characters"
         if len(open_nodes) > MAX_NESTING_DEPTH:

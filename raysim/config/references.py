@@ -75,6 +75,8 @@ def _load_module(where: str, key: str) -> ModuleType:
     """Return the module that Python finds under a name."""
     try:
         return importlib.import_module(where)
+    except ConfigError:
+        raise
     except ImportError as error:
         raise ConfigError(f"{key}: cannot import '{where}': {with_cause(error)}") from None
     except BaseException as error:

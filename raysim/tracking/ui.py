@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode
@@ -128,7 +129,9 @@ def served(uri: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
     Raises:
         RaysimError: the server does not start.
     """
-    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
+    # The host is named, because $MLFLOW_HOST would open the database to other machines.
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--workers", "1"]
     environment = {
         **os.environ,
         # Other users of the machine can see arguments, but not the environment.
@@ -138,7 +141,12 @@ def served(uri: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
     }
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=output, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         try:
             if not _answers(process, port):
@@ -159,8 +167,12 @@ def served(uri: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
 def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
     """Wait until the server answers or ends; return whether it answers."""
     deadline = time.monotonic() + START_LIMIT_S
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            return True
+        with (
+            contextlib.suppress(OSError),
+            direct.open(f"http://127.0.0.1:{port}/health", timeout=5) as answer,
+        ):
+            return answer.status == 200
         time.sleep(SERVER_POLL_INTERVAL_S)
     return False

@@ -147,7 +147,9 @@ def test_trials_come_before_the_run_of_their_sweep(database):
 
 
 @pytest.mark.ray
-def test_a_real_server_shows_the_experiment_and_leaves_nothing_behind(database):
+def test_a_real_server_shows_the_experiment_and_leaves_nothing_behind(database, monkeypatch):
+    # MLflow's own variable would make the server listen elsewhere.
+    monkeypatch.setenv("MLFLOW_HOST", "127.0.0.2")
     uri = database()
     command = ("ui", "mnist", "--uri", uri, "--no-browser")
     process = Forked("-m", "raysim", *command, cwd=Path.cwd())

@@ -473,6 +473,12 @@ def test_numbers_are_numbers_in_the_fingerprint(small):
         )
 
 
+def test_free_arguments_may_have_numbers_as_keys(small):
+    small["data"] = {"name": "torchvision", "dataset": "SVHN", "arguments": {"a": {1: 2}}}
+    other = {**small, "data": {**small["data"], "arguments": {"a": {1: 3}}}}
+    assert explain.validate(small).fingerprint != explain.validate(other).fingerprint
+
+
 def test_what_does_not_touch_the_result_does_not_touch_the_fingerprint(small, tmp_path):
     same = [
         "rounds=50",

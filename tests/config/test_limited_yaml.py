@@ -35,7 +35,7 @@ REFUSED = {
         "- &a {key: a value}\n" + "- &b {<<: [" + "*a, " * 60_000 + "*a]}\n",
         "written out",
     ),
-    "recursion": ("&a [*a]", "written out"),
+    "recursion": ("&a [*a]", "stands for something that it is a part of"),
     "no integer": ("!!int 1.5", "'1.5' is no int"),
     "no number": ("!!float abc", "'abc' is no float"),
     "no switch": ("!!bool abc", "'abc' is no bool"),
@@ -43,7 +43,9 @@ REFUSED = {
     "no timestamp": ("!!timestamp x", "'x' is no timestamp"),
     "object": ("!!python/object/apply:os.getcwd []", "could not determine a constructor"),
     "repeated key": ("a: 1\nb: 2\na: 3", "'a' is given twice at line 3"),
-    "mapping as a key": ("{{a: 1}: 2}", "unhashable key"),
+    "repeated switch": ("yes: 1\ntrue: 2", "'True' is given twice at line 2"),
+    "repeated number": ("0x1: 1\n1: 2", "'1' is given twice at line 2"),
+    "mapping as a key": ("{{a: 1}: 2}", "a key must be a word"),
     "surrogate": ("a\udcff", "UTF-8"),
     "control character": ("a\x07", "not allowed"),
 }
@@ -70,6 +72,8 @@ def test_what_is_within_the_limits_is_read():
         limited_yaml.load_yaml("[" * 32 + "]" * 32)
         and limited_yaml.load_yaml("9" * 500) == 10**500 - 1
     )
+    two = "- &a {x: 1}\n- &b {y: 2}\n- <<: *a\n  <<: *b\n"
+    assert limited_yaml.load_yaml(two)[2] == {"x": 1, "y": 2}
     wide = "".join(f"k{i}: {i}\n" for i in range(20_000))
     assert len(limited_yaml.load_yaml(wide)) == 20_000
 
@@ -152,3 +156,14 @@ def test_aliases_of_a_few_levels_are_refused_for_what_they_are(tmp_path):
 
 def test_overrides_that_are_a_mapping_are_not_parsed():
     assert layers({}, {"a": "1e-3"}) == {"a": "1e-3"}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_values_from_python_have_a_largest_number(shared):
+    value = list(range(600_000))
+    if shared:
+        value = [0]
+        for _ in range(8):
+            value = [value] * 20
+    with pytest.raises(yaml.YAMLError, match="more than 500,000 values"):
+        limited_yaml.check_value(value)

@@ -360,7 +360,9 @@ def unmeasured(history: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("schedule", [{"cohort": 4}, KASYNC])
-def test_a_resumed_run_has_the_records_and_the_table_of_an_unbroken_one(setup, rules, schedule):
+def test_a_resumed_run_has_the_records_and_the_table_of_an_unbroken_one(
+    setup, rules, schedule, tracked
+):
     setup |= {"client": f"{rules}:Keeps", "server": "fedavg", "rounds": 4, "schedule": schedule}
     del setup["algorithm"]
     whole = raysim.run(setup, run_dir=setup["run_dir"] + "0")

@@ -515,6 +515,14 @@ def test_an_edited_file_is_loaded_anew_and_a_mistake_has_its_line(tmp_path):
         references.load_object(f"{tmp_path}/m.py:X", "key")
 
 
+def test_a_modules_own_refusal_stays_as_it_is(tmp_path, monkeypatch):
+    code = "from raysim import ConfigError\nraise ConfigError('local.lr: too large')"
+    (tmp_path / "refusing.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"^local\.lr: too large$"):
+        references.load_object("refusing:X", "key")
+
+
 def test_a_failed_import_names_the_error_that_it_began_with(tmp_path):
     code = """
         try:
