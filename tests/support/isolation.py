@@ -70,6 +70,7 @@ def isolate() -> list[str]:
             del os.environ[name]
     home = tempfile.mkdtemp(prefix="home-of-tests-")
     os.environ["HOME"] = home
+    os.environ["TERM"] = "xterm"  # a dumb terminal has no colours and no live line
     os.environ[FOREIGN_FOLDERS] = os.pathsep.join(foreign)
     owner = os.getpid()
 
