@@ -1,4 +1,4 @@
-"""What a start of raysim costs, beside bare torch, MLflow and Ray.
+"""Time to start raysim, compared with bare torch, MLflow and Ray.
 
     python benchmarks/start.py [--repeats 5] [--beside CHECKOUT] [--out FILE.md]
 
@@ -58,7 +58,7 @@ class Line:
     """A line of the table: a program that is started and timed."""
 
     title: str
-    """What the table calls it."""
+    """Its name in the table."""
 
     arguments: tuple[str, ...]
     """Arguments of Python."""
@@ -94,7 +94,7 @@ RAYSIM = [
 
 @dataclass(frozen=True)
 class Times:
-    """What one process took, in seconds."""
+    """CPU time and wall time of one process, in seconds."""
 
     cpu: float
     wall: float

@@ -181,7 +181,7 @@ def _check_configurations(name: str, source: str, options: Sequence[str]) -> Non
     from raysim.config import explain
     from raysim.prepare import resolve
     from raysim.rules.methods import pairs
-    from raysim.sweeps.definition import read_sweep
+    from raysim.sweeps.preparation import read_sweep
 
     overrides = [option for option in options if "=" in option]
     if name == "sweep":

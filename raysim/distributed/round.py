@@ -196,7 +196,7 @@ class RayRound:
 
     @property
     def _has_blocks_left(self) -> bool:
-        """Whether blocks wait for a worker."""
+        """Whether there are blocks without a worker."""
         return bool(self.retries) or self.scheduler.has_held_back
 
     def _block_calls(self) -> list[BlockCall]:

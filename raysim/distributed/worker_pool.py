@@ -1,6 +1,6 @@
 """Pool of the Ray actors of a run: start them on nodes and GPUs, and replace those that fail.
 
-The pool replaces a ClientActor or EvalActor that fails (`supervision` says when), and the caller
+The pool replaces a ClientActor or EvalActor that fails (`actor_health` says when), and the caller
 repeats its work.
 """
 

@@ -1,4 +1,4 @@
-"""What follows a failure: one policy for the loop and for the actors.
+"""Failure policy of a run: it decides on retry, recovery, drop or error.
 
 What was lost is computed again, with the same result:
 
@@ -38,7 +38,7 @@ class Work(Enum):
 
 
 class Decision(Enum):
-    """What follows a failure."""
+    """Decision of the policy on a failure."""
 
     RETRY = auto()
     """Another actor does the work again."""
@@ -56,7 +56,7 @@ aggregate any more in the round."""
 
 
 class FailurePolicy:
-    """Decides what follows a failure.
+    """Decides how a run continues after a failure.
 
     Args:
         on_client_error: `faults.on_client_error`, "stop" or "drop": what follows if actors die
@@ -67,7 +67,7 @@ class FailurePolicy:
         self._drops_clients = on_client_error == "drop"
 
     def decide(self, error: RaysimError, work: Work, attempts: int = 1) -> Decision:
-        """Return what follows a failure.
+        """Return how the run continues after a failure.
 
         Args:
             error: the failure. Only `ServerStateLost` and `ActorDied` come from the machines; other

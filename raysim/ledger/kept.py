@@ -1,4 +1,4 @@
-"""What a row of a ledger keeps of a configuration and of the metrics of a run.
+"""Parts of a configuration and of the metrics of a run that a row of a ledger keeps.
 
 The history has the evaluations and other sparse metrics whole. What is logged every round is kept
 for the evaluated rounds, and of that only the loss, the costs and the user's own metrics.

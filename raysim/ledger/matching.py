@@ -1,4 +1,4 @@
-"""Which row of a ledger stands for a run."""
+"""Matching of the rows of a ledger with runs."""
 
 from __future__ import annotations
 

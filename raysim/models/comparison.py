@@ -1,4 +1,4 @@
-"""What the checks of nets share: comparison of tensors, a copy to run, names of layers."""
+"""Tools of the checks of nets: comparison of tensors, a copy to run, names of layers."""
 
 from __future__ import annotations
 

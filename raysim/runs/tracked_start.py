@@ -1,4 +1,4 @@
-"""What is tracked of a run at its start: parameters, tags, data set, partition and code."""
+"""Records of a run at its start: parameters, tags, data set, partition and code."""
 
 from __future__ import annotations
 

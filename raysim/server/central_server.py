@@ -108,7 +108,7 @@ class ServerStep:
 
 @dataclass(frozen=True)
 class Prepared(Generic[T]):
-    """What a method of the rule returned for a round.
+    """Value that a method of the rule returned for a round.
 
     It is part of the server's snapshot, so that a restored server does not call the method again.
     """
@@ -117,7 +117,7 @@ class Prepared(Generic[T]):
     """The last round for which the method has run."""
 
     value: T
-    """What it returned."""
+    """The value that it returned."""
 
     def of(self, t: int) -> T | None:
         """Return the value for a round; None if the method has not run for it."""

@@ -1,8 +1,9 @@
 """Sweeps: many runs of one experiment on Ray Tune, under one parent run in MLflow.
 
     search_space.py    values of a key, and the grid points of several keys
-    definition.py      a sweep with all its trials resolved and checked, before anything starts
-    early_stopping.py  settings of early stopping, and the rungs at which trials are judged
+    definition.py      a sweep, its settings and its trials
+    preparation.py     a sweep with all its trials resolved and checked, before anything starts
+    trial_stopping.py  settings of early stopping, and the rungs at which trials are judged
     sweep_ledger.py    trials from the rows of a ledger, and rows for it
     runner.py          a sweep from start to end, with a run of its own in the tracking store
     ray_tune.py        trials on Ray Tune: placement, progress, early stopping, retries
@@ -20,7 +21,8 @@ Trials run in processes of Ray and log to the spools in their folders, which all
 Only the process of the sweep sends the spools to MLflow.
 """
 
-from raysim.sweeps.definition import Sweep, Trial, prepare_sweep
+from raysim.sweeps.definition import Sweep, Trial
+from raysim.sweeps.preparation import prepare_sweep
 from raysim.sweeps.runner import run_sweep
 from raysim.sweeps.summary import SweepResult
 from raysim.sweeps.sweep_ledger import SweepLedger

@@ -22,7 +22,8 @@ from raysim.runs.provenance import command_tag
 from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import best_values
 from raysim.sweeps import summary
-from raysim.sweeps.definition import Sweep, Trial, WatchCallback, prepare_sweep
+from raysim.sweeps.definition import Sweep, Trial, WatchCallback
+from raysim.sweeps.preparation import prepare_sweep
 from raysim.sweeps.ray_tune import ray_with_resources, run_on_tune
 from raysim.sweeps.summary import SweepResult
 from raysim.sweeps.sweep_ledger import SweepLedger

@@ -23,7 +23,8 @@ from raysim.engine.state import checkpoint, client_store
 from raysim.errors import RaysimError
 from raysim.prepare import resolve
 from raysim.runs import run as experiment
-from raysim.sweeps.definition import Trial, load_once
+from raysim.sweeps.definition import Trial
+from raysim.sweeps.preparation import load_once
 from raysim.sweeps.search_space import as_text
 from raysim.sweeps.trial_stopping import EarlyStopping, RungTracker
 from raysim.system import files, lock

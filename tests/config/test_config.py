@@ -28,7 +28,7 @@ from raysim.prepare.resolve import keys, prepare
 from raysim.rules.contract import ALGORITHMS
 from raysim.rules.methods.pairs import resolve_rules
 from raysim.rules.methods.registry import algorithm_defaults, discover
-from raysim.sweeps.definition import read_sweep
+from raysim.sweeps.preparation import read_sweep
 
 discover()
 

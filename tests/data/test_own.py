@@ -562,7 +562,7 @@ def test_a_sweep_notices_a_changed_file(files, config, make_sweep: Callable[...,
 
 @pytest.fixture
 def make_sweep() -> Callable[..., Any]:
-    from raysim.sweeps.definition import prepare_sweep
+    from raysim.sweeps.preparation import prepare_sweep
 
     return lambda config: prepare_sweep({**config, "run_dir": None, "sweep": {"seed": [0, 1]}})
 

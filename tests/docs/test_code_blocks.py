@@ -31,7 +31,7 @@ from raysim.errors import ConfigError
 from raysim.prepare import resolve
 from raysim.rules import LocalData, Task, contract
 from raysim.rules.methods import registry
-from raysim.sweeps import definition
+from raysim.sweeps import preparation
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
@@ -175,7 +175,7 @@ def _yaml(block: Block, run: Callable, namespace: dict[str, Any]) -> None:
             varied = loading.read_config(path, (), resolve.keys, registry.algorithm_defaults).get(
                 "sweep"
             )
-            (definition.prepare_sweep if varied else _validate)(path)
+            (preparation.prepare_sweep if varied else _validate)(path)
         else:
             _validate("quickstart", raw)
     except ConfigError as error:

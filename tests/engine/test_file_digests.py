@@ -25,7 +25,7 @@ from raysim.prepare.resolve import prepare
 from raysim.runs import run as experiment
 from raysim.runs.artifacts.export import export
 from raysim.runs.resume import forked
-from raysim.sweeps.definition import prepare_sweep
+from raysim.sweeps.preparation import prepare_sweep
 from raysim.system import startup_stages
 
 REPOSITORY = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from support.sweeps import SMALL, trained_in_this_process
 
 import raysim
 from raysim.errors import ConfigError
-from raysim.sweeps import definition, search_space
+from raysim.sweeps import preparation, search_space
 
 
 @pytest.fixture
@@ -112,8 +112,10 @@ def test_a_stopped_run_without_a_checkpoint_is_refused(config):
 
 
 def test_overrides_of_a_sweep_are_texts_or_a_mapping(here: Path):
-    texts = definition.prepare_sweep(SMALL, ["seed=0..1", "local.lr=0.1,0.2", "rounds=1"])
-    mapping = definition.prepare_sweep(SMALL, {"seed": "0..1", "local.lr": [0.1, 0.2], "rounds": 1})
+    texts = preparation.prepare_sweep(SMALL, ["seed=0..1", "local.lr=0.1,0.2", "rounds=1"])
+    mapping = preparation.prepare_sweep(
+        SMALL, {"seed": "0..1", "local.lr": [0.1, 0.2], "rounds": 1}
+    )
     assert [trial.folder for trial in mapping.trials] == [trial.folder for trial in texts.trials]
     assert mapping.axes == {"seed": [0, 1], "local.lr": [0.1, 0.2]}
 

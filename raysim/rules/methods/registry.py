@@ -44,7 +44,7 @@ REGISTRIES: Mapping[str, Mapping[str, Any]] = {
     "server": SERVER_RULES,
     "algorithm": ALGORITHMS,
 }
-"""What ships with raysim, by section and name."""
+"""Shipped rules and algorithms, by section and name."""
 
 RULES = {"client": ClientRule, "server": ServerRule}
 """The class of the rules that a section names."""

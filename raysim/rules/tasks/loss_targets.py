@@ -1,4 +1,4 @@
-"""Which targets a user's loss function takes: labels, numbers, and labels that it ignores."""
+"""Targets that a user's loss function takes: labels, numbers, and labels that it ignores."""
 
 from __future__ import annotations
 

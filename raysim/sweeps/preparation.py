@@ -1,0 +1,283 @@
+"""Reading of a sweep: from a file and overrides to trials that are resolved and checked.
+
+All trials are checked before any trial starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from raysim import data
+from raysim.config import explain, loading
+from raysim.config.schema import Config
+from raysim.config.sections.base import Section
+from raysim.config.sections.data import AnyData
+from raysim.config.tracking_uri import redacted_uri
+from raysim.engine import early_stop
+from raysim.engine.plan import Plan
+from raysim.errors import ConfigError, did_you_mean
+from raysim.prepare import resolve
+from raysim.reports import grouping
+from raysim.reports.claims.claim_section import Claim, check_sides, read_claims
+from raysim.rules.methods import registry
+from raysim.sweeps import search_space
+from raysim.sweeps.definition import Sweep, SweepSettings, SweepSpec, Trial
+from raysim.sweeps.search_space import Axis, Draw, as_text
+from raysim.sweeps.trial_stopping import EarlyStopping
+
+logger = logging.getLogger("raysim")
+
+
+class _SweepFile(Section):
+    """File with only a section `sweep`, so that errors name the full key."""
+
+    sweep: SweepSettings
+    """Settings of the sweep."""
+
+
+def read_sweep(
+    source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()
+) -> SweepSpec:
+    """Read a sweep without resolving its trials.
+
+    Args:
+        source: as for `prepare_sweep`.
+        overrides: as for `prepare_sweep`.
+
+    Returns:
+        The points of all grids, not yet checked.
+
+    Raises:
+        ConfigError: the sweep is invalid.
+    """
+    # Errors in claims are reported before any trial runs.
+    read_claims(source)
+    fixed, axes = search_space.split_overrides(overrides)
+    keys_of_settings = [key for key in fixed if key.partition(".")[0] == "sweep"]
+    settings_overrides = {key: fixed.pop(key) for key in keys_of_settings}
+    raw = loading.read_config(source, (), resolve.keys, registry.algorithm_defaults)
+    section = raw.get("sweep")
+    grids, settings = _parse_sweep_section(section, settings_overrides)
+    grids = [search_space.laid_over(grid, fixed, axes) for grid in grids]
+    drawn = _drawn_keys(grids)
+    _check_samples(settings.samples, drawn)
+    if section is None and not axes:
+        raise ConfigError(
+            "sweep: nothing varies; pass lists of values, as in seed=0..4 local.lr=0.1,0.01, or "
+            "add a section sweep"
+        )
+    n_samples = settings.samples or 1
+    search_space.check_size(grids, n_samples)
+    points: list[dict[str, Any]] = []
+    for grid in grids:
+        points += search_space.points(grid, n_samples, settings.sample_seed)
+    return SweepSpec(points, drawn, fixed, settings, source)
+
+
+def _drawn_keys(grids: Iterable[Mapping[str, Axis]]) -> dict[str, Draw]:
+    """Return the distributions of the keys that are drawn."""
+    drawn: dict[str, Draw] = {}
+    for grid in grids:
+        drawn |= {key: axis for key, axis in grid.items() if isinstance(axis, Draw)}
+    return drawn
+
+
+def _check_samples(samples: int | None, drawn: Mapping[str, Draw]) -> None:
+    """Raise ConfigError unless the number of draws is set if, and only if, keys are drawn."""
+    if drawn and samples is None:
+        key, draw = next(iter(drawn.items()))
+        raise ConfigError(
+            f"sweep.samples: {key} is drawn from {draw}; set the number of draws, as in "
+            "sweep.samples=20"
+        )
+    if samples is not None and not drawn:
+        raise ConfigError(
+            "sweep.samples: nothing is drawn; leave it out, or draw a key, as in "
+            "local.lr=loguniform(1e-3,1)"
+        )
+
+
+def _parse_sweep_section(
+    section: Any, overrides: dict[str, Any]
+) -> tuple[list[dict[str, Axis]], SweepSettings]:
+    """Return the grids and the settings of the section `sweep`, with overrides of the settings.
+
+    Keys beside `grids` belong to all grids.
+    """
+    whole = (
+        dict(section)
+        if isinstance(section, Mapping)
+        else {"grids": {} if section is None else section}
+    )
+    if strange := [key for key in whole if isinstance(key, str) and _is_strange(key)]:
+        known = [*SweepSettings.model_fields, "grids", *Config.model_fields]
+        raise ConfigError(f"sweep.{strange[0]}: unknown key{did_you_mean(strange[0], known)}")
+    known = {key: whole.pop(key) for key in SweepSettings.model_fields if key in whole}
+    raw = loading.read_config({"sweep": known}, overrides)
+    settings = explain.checked_section(_SweepFile, raw).sweep
+    grids = search_space.grids(whole.pop("grids", {}))
+    (common,) = search_space.grids(whole)
+    return [search_space.laid_over(grid, {}, common) for grid in grids], settings
+
+
+def _is_strange(key: str) -> bool:
+    """Return True if a key of the section `sweep` is unknown."""
+    return "." not in key and key not in (
+        *SweepSettings.model_fields,
+        *Config.model_fields,
+        "grids",
+        "extends",
+    )
+
+
+def prepare_sweep(
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    folder: str | Path | None = None,
+    where: Sequence[str] = (),
+) -> Sweep:
+    """Read a sweep and check all its trials; nothing is started or written.
+
+    Args:
+        source: configuration file, name of a shipped one, or mapping. Its section `sweep` defines
+            the keys that vary.
+        overrides: "key=value" strings, or a mapping. An override with several values or a draw (see
+            `search_space`) varies the key in every grid and replaces the key's values in the file.
+            In a mapping, a list holds several values.
+        folder: folder of the runs. Default: `runs`.
+        where: "key=value" or "key=value,value" texts; only trials with these values are kept.
+
+    Returns:
+        The sweep, with all trials resolved and without those that compute the same.
+
+    Raises:
+        ConfigError: the sweep is invalid, or a trial cannot run, or no trial has the values of
+            `where`; the message names the values.
+    """
+    overrides = overrides if isinstance(overrides, Mapping) else list(overrides)
+    spec = read_sweep(source, overrides)
+    base = spec.raw({})
+    axes = search_space.varied_values(spec.points, base)
+    by_key = _resolved_trials(spec, axes, Path(folder or "runs").absolute())
+    merged = len(spec.points) - len(by_key)
+    if not overrides:  # which may leave out the runs of some claims
+        _check_claims(read_claims(source), list(by_key.values()))
+    if where:
+        by_key = _trials_with_values(by_key, where)
+        axes = search_space.varied_values((trial.values for trial in by_key.values()), base)
+    trials = list(by_key.values())
+    settings = _with_stopping_metric(spec.settings, [trial.config for trial in trials])
+    name = "sweep" if isinstance(source, Mapping) else Path(source).stem
+    digest = hashlib.sha256(" ".join(sorted(by_key)).encode()).hexdigest()
+    sweep_folder = trials[0].folder.parents[1] / "sweeps" / digest[:12]
+    return Sweep(name, trials, axes, spec.drawn, base, merged, sweep_folder, settings)
+
+
+def _resolved_trials(spec: SweepSpec, axes: Collection[str], root: Path) -> dict[str, Trial]:
+    """Return the checked trials of a sweep by their keys, with folders below `root`."""
+    trials: dict[str, Trial] = {}
+    for point in spec.points:
+        plan = _resolved_point(spec, point, axes)
+        config = plan.config
+        key = _key(config)
+        if key in trials:  # of points that compute the same, the first one becomes the trial
+            continue
+        values = {axis: point[axis] for axis in axes if axis in point}
+        run_name = f"{plan.file_label}-{config.seed}-{key[:12]}"
+        folder = root / config.tracking.folder / "trials" / run_name
+        trials[key] = Trial(values, config, plan.label, folder)
+    return trials
+
+
+def _resolved_point(spec: SweepSpec, point: Mapping[str, Any], axes: Collection[str]) -> Plan:
+    """Return the plan of a point; errors name the values of the point."""
+    try:
+        return resolve.resolve_plan(spec.raw(point), load_once)
+    except ConfigError as error:
+        title = " ".join(f"{key}={as_text(value)}" for key, value in point.items())
+        if not title:
+            raise ConfigError(str(error)) from None
+        raise ConfigError(f"trial {title}: {error}{_advice(str(error), axes)}") from None
+
+
+def _trials_with_values(trials: Mapping[str, Trial], where: Sequence[str]) -> dict[str, Trial]:
+    """Return the trials whose parameters have the values of `where`, by their keys."""
+    keys = list(trials)
+    params = [trial.params for trial in trials.values()]
+    kept = grouping.with_values(params, where, "trial")
+    return {keys[i]: trials[keys[i]] for i in kept}
+
+
+def _with_stopping_metric(settings: SweepSettings, trials: list[Config]) -> SweepSettings:
+    """Return the settings with the metric of early stopping written out, checked."""
+    if settings.early_stopping is None:
+        return settings
+    stopping = settings.early_stopping.of(trials[0])
+    _check_stopping(stopping, stopping.metric or "", trials)
+    return settings.model_copy(update={"early_stopping": stopping})
+
+
+def _advice(error: str, axes: Iterable[str]) -> str:
+    """Return the fix for a hyper-parameter that one of several methods of a grid does not have."""
+    section = error.partition(".")[0]
+    differs = section in ("algorithm", "client", "server") and section in axes
+    if not differs or ": unknown key of" not in error:
+        return ""
+    return (
+        "; give each method a grid of its own: `sweep` may be a list of grids "
+        "(docs/how-to/fair_comparisons.md)"
+    )
+
+
+def _check_stopping(asked: EarlyStopping, metric: str, trials: list[Config]) -> None:
+    """Raise ConfigError if the settings could never stop a trial or the metric is unknown."""
+    place = "sweep.early_stopping"
+    longest = max(c.rounds for c in trials)
+    if asked.grace_period >= min(longest, asked.max_rounds or longest):
+        raise ConfigError(
+            f"{place}.grace_period: {asked.grace_period} rounds, and no trial has more than "
+            f"{min(longest, asked.max_rounds or longest)}; lower it, or leave {place} out"
+        )
+    early_stop.check_metric(f"{place}.metric", metric, trials)
+
+
+def _check_claims(claims: list[Claim], trials: list[Trial]) -> None:
+    """Raise ConfigError for metrics and parameters that no trial has; warn of such values."""
+    if not claims:
+        return
+    configs = [trial.config for trial in trials]
+    for i, claim in enumerate(claims):
+        for name, side in (("left", claim.left), ("right", claim.right)):
+            early_stop.check_metric(f"claims.{i}.{name}.metric", side.metric, configs)
+    for sentence in check_sides(claims, [trial.params for trial in trials]):
+        logger.warning("%s", sentence)
+
+
+def _key(c: Config) -> str:
+    """Return the identity of a trial: equal keys mean equal results, names and stores."""
+    facts = [c.fingerprint, c.rounds, c.evaluate.model_dump(), c.name, redacted_uri(c.tracking.uri)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def load_once(wanted: AnyData) -> data.Dataset:
+    """Return a data set from the cache of this process, so that trials share it.
+
+    Args:
+        wanted: the section `data` of a trial.
+
+    Raises:
+        ConfigError: the data set cannot be loaded.
+    """
+    return _load(type(wanted), wanted.model_dump_json(), data.version_of(wanted))
+
+
+@lru_cache(maxsize=2)
+def _load(kind: type[AnyData], settings: str, version: str) -> data.Dataset:
+    """Load a data set from its settings as JSON; `version` changes with its files."""
+    return data.load_dataset(kind.model_validate_json(settings))
