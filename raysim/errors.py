@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable
-from itertools import takewhile
 
 MAX_WORD_CHARACTERS = 300
 """Longer words in a message are shortened."""
@@ -15,24 +12,6 @@ MAX_LINE_CHARACTERS = 1500
 
 MAX_LINES = 40
 """Further lines of a message are left out."""
-
-MIN_SIMILARITY = 0.5
-"""Known words that are less similar to an unknown one are not suggested, see `difflib`."""
-
-SYNONYMS = {
-    "learning_rate": "lr",
-    "eta": "lr",
-    "step_size": "lr",
-    "local_epochs": "epochs",
-    "num_epochs": "epochs",
-    "local_steps": "steps",
-    "num_steps": "steps",
-    "clip": "max_grad_norm",
-    "num_rounds": "rounds",
-    "num_clients": "clients",
-    "early_stopping": "stop",
-}
-"""Usual words for a key, and the word that a message suggests if it is a known one."""
 
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -169,44 +148,3 @@ def with_cause(error: BaseException) -> str:
     if "torchvision::nms" in cause:
         cause += " (torchvision's build does not fit torch's; install both from one index)"
     return text if first is error or cause in text else f"{text}; caused by {cause}"
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown word.
-
-    Args:
-        word: the unknown word.
-        known: the known words, such as the keys of a section.
-
-    Returns:
-        Text to append to a message: the nearest known word, and all known words if there are at
-        most 40; "" if there is nothing to suggest.
-    """
-    known = sorted(map(str, known))
-    near = [s for s in (SYNONYMS.get(str(word)),) if s in known]
-    near = near or nearest_words(str(word), known)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
-    return f"{hint} (known: {', '.join(known)})" if known and len(known) <= 40 else hint
-
-
-def nearest_words(word: str, known: Iterable[str]) -> list[str]:
-    """Return the known words that a misspelled or shortened word may mean, the likeliest first.
-
-    Words that begin with it come first. The others are ordered by Winkler's similarity, in which up
-    to four equal first letters count more than later ones: a beginning is rarely mistyped.
-
-    Args:
-        word: the unknown word.
-        known: the known words.
-    """
-    word = word.lower()
-    similarities = {}
-    for name in known:
-        ratio = difflib.SequenceMatcher(None, name.lower(), word).ratio()
-        equal = takewhile(lambda pair: pair[0] == pair[1], zip(name.lower(), word, strict=False))
-        n_equal = len(list(equal))
-        begins_with_word = len(word) > 1 and n_equal == len(word)
-        if begins_with_word or ratio >= MIN_SIMILARITY:
-            winkler = ratio + min(n_equal, 4) / 10 * (1 - ratio)
-            similarities[name] = begins_with_word, winkler
-    return sorted(similarities, key=lambda name: similarities[name], reverse=True)

@@ -147,7 +147,7 @@ def test_pages_that_follow_a_round_name_functions_that_exist(page):
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("`Server._average_statistics`", "`Server._average_statistic`"),
+        ("`averaged_statistics`", "`average_statistics`"),
         ("`make_cohort`", "`make_cohorts`"),
         ("`distributed/block_scheduler.py`", "`distributed/scheduler.py`"),
         ("`schedule/synchronous.py`", "`schedule/asynchronous.py`"),

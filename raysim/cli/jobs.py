@@ -15,7 +15,8 @@ from rich.table import Table
 
 from raysim.cli.base import app, job_app, print_table
 from raysim.cli.terminal import say
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
+from raysim.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from raysim.config.schema import Config

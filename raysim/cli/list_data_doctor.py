@@ -18,7 +18,8 @@ from raysim.cli.pages.key_page import key_page, print_keys
 from raysim.cli.pages.keys import first_paragraph
 from raysim.cli.pages.method_page import method_page, print_method
 from raysim.cli.terminal import Terminal, say
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
+from raysim.spelling import did_you_mean
 
 CatalogueRow = dict[str, str]
 """Texts of one line of a list, by column."""

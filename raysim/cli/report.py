@@ -13,7 +13,8 @@ import typer
 from raysim.cli.base import check_picture, report_app
 from raysim.cli.completion import complete_configuration, complete_experiment
 from raysim.cli.terminal import aside, say
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
+from raysim.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from raysim.reports.runs import RunSource

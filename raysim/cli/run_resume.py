@@ -36,11 +36,14 @@ def run(
     ] = False,
 ) -> None:
     """Run one experiment."""
-    from raysim.prepare.checks import check_address
-    from raysim.prepare.resolve import prepare
+    from raysim.prepare.early_validation import validate_early
 
     console = Terminal(as_json)
     try:
+        validate_early(config, overrides or [])
+        from raysim.prepare.checks import check_address
+        from raysim.prepare.resolve import prepare
+
         shown = nullcontext() if print_config or dry_run else _notes_shown(console)
         with shown, nullcontext() if print_config else preparing(console, config):
             plan = prepare(config, overrides or [])

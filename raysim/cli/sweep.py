@@ -26,7 +26,8 @@ from raysim.system import startup_stages
 
 if TYPE_CHECKING:
     from raysim.ledger.ledger_row import Row
-    from raysim.sweeps import Sweep, SweepResult, Trial
+    from raysim.sweeps.definition import Sweep, Trial
+    from raysim.sweeps.summary import SweepResult
 
 
 @app.command()
@@ -77,7 +78,9 @@ def sweep(
     ] = False,
 ) -> None:
     """Run an experiment for many values of its keys. Run it again to complete missing trials."""
-    from raysim import sweeps
+    from raysim.sweeps.preparation import prepare_sweep
+    from raysim.sweeps.runner import run_sweep
+    from raysim.sweeps.sweep_ledger import SweepLedger
 
     if ledgers and len(ledgers) > 1:
         several = " ".join(map(str, ledgers))
@@ -88,8 +91,8 @@ def sweep(
     ledger = ledgers[0] if ledgers else None
     console = Terminal(as_json)
     with preparing(console, "checking the trials"):
-        planned = sweeps.prepare_sweep(config, overrides or [], folder, where or [])
-        book = None if ledger is None else sweeps.SweepLedger(ledger, planned, aside)
+        planned = prepare_sweep(config, overrides or [], folder, where or [])
+        book = None if ledger is None else SweepLedger(ledger, planned, aside)
     if book and book.note:
         aside(book.note)
     taken = book.taken if book else None
@@ -99,7 +102,7 @@ def sweep(
     done: SweepResult | None = None
     try:
         with _SweepProgress(planned, taken, console) as progress:
-            done = sweeps.run_sweep(planned, parallel, progress, book)
+            done = run_sweep(planned, parallel, progress, book)
     except KeyboardInterrupt as stop:
         say(
             "stopped; finished trials are kept, and the same command runs the rest",

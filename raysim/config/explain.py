@@ -15,7 +15,8 @@ from raysim.config.sections.base import Section, named
 from raysim.config.sections.learning_rate import WarmupSchedule
 from raysim.config.sections.local import Local
 from raysim.config.sections.schedule import Clocked, Sync
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
+from raysim.spelling import did_you_mean
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -63,6 +64,21 @@ def section_keys(section: str, name: str) -> set[str] | None:
         if not _key_names(model) or name in _key_names(model):
             return set(model.model_fields)
     return None
+
+
+def shared_keys(section: str, before: str, name: str) -> set[str]:
+    """Return the keys of a section that keep their meaning when the section's name changes.
+
+    The arguments of a net have a meaning only for that net, so none is kept for `model`.
+
+    Args:
+        section: key of a section that is not a method's, such as "partition".
+        before: the value of the section's `name` before the change.
+        name: the value of the section's `name` after the change.
+    """
+    if section == "model":
+        return set()
+    return (section_keys(section, before) or set()) & (section_keys(section, name) or set())
 
 
 def _section_models(section: str) -> list[type[Section]]:

@@ -22,7 +22,8 @@ from raysim.config.explain import top_level_hint
 from raysim.config.schema import SECTIONS_WITH_NAME, Config
 from raysim.config.sections.base import named
 from raysim.config.shipped_files import FOLDER, shipped_files
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
+from raysim.spelling import did_you_mean
 
 SCHEMA_LINE = "# yaml-language-server: "
 """Beginning of the comment that names the file's JSON Schema for editors."""

@@ -34,7 +34,8 @@ from typing import Any
 from raysim.config import python_objects
 from raysim.config.distributions import distribution_of
 from raysim.config.shipped_files import FOLDER, shipped_files
-from raysim.errors import ConfigError, nearest_words, with_cause
+from raysim.errors import ConfigError, with_cause
+from raysim.spelling import nearest_words
 from raysim.system.signals import reraise_stop
 from raysim.system.torchvision_operators import import_declaring_operators
 

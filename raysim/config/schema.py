@@ -42,6 +42,9 @@ SECTIONS_WITH_NAME = (
 )
 
 
+FEDAVG = "fedavg"
+"""The name of the client rule that is local SGD, and of the server rule that averages."""
+
 KEYS_OF_FILES = ("data.path", "partition.path", "model.init_from")
 """Keys that are no part of a run's identity where `files` has the digest of what they name."""
 

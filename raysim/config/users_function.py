@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysim.config.references import load_object, place_of
-from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.errors import ConfigError, in_a_line
+from raysim.spelling import did_you_mean
 from raysim.system.signals import reraise_stop
 
 

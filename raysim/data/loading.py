@@ -31,7 +31,8 @@ from raysim.data.sources.hugging_face import from_hugging_face
 from raysim.data.sources.image_tables import load_users
 from raysim.data.sources.leaf_pfllib import load_leaf, load_pfllib
 from raysim.data.sources.torchvision_data import from_torchvision
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
+from raysim.spelling import did_you_mean
 from raysim.system import startup_stages
 
 IMAGE_FORMATS = ("folder", "leaf", "users")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy, Stop
-from raysim.errors import ConfigError, RaysimError, did_you_mean
+from raysim.errors import ConfigError, RaysimError
 from raysim.metrics import (
     VALIDATION,
     find_metric,
@@ -18,6 +18,7 @@ from raysim.metrics import (
 )
 from raysim.rules.methods.registry import is_shipped
 from raysim.rules.rule import Rule
+from raysim.spelling import did_you_mean
 
 ROUND_METRICS = (
     "train_loss",

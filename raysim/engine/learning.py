@@ -17,7 +17,7 @@ from raysim.config.sections.base import Named
 from raysim.config.sections.data import Arrays
 from raysim.config.sections.evaluation import BestBy, Evaluate
 from raysim.data import Dataset, Examples
-from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.errors import ConfigError, in_a_line
 from raysim.metrics import name_taken
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule
@@ -27,6 +27,7 @@ from raysim.rules.tasks.learning_task import LearningTask, TaskData, TaskMetric
 from raysim.rules.tasks.loss_task import LossTask, make_loss_task, task_like
 from raysim.rules.tasks.shipped_tasks import TASKS
 from raysim.rules.tasks.user_loss import LossFunction
+from raysim.spelling import did_you_mean
 from raysim.system.signals import reraise_stop
 
 METRICS_KEY = "evaluate.metrics"

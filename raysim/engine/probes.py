@@ -28,11 +28,12 @@ from raysim.engine.plan import (
     evaluates_models,
     measures_clients,
 )
-from raysim.errors import ConfigError, ProbeError, did_you_mean, in_a_line, round_name
+from raysim.errors import ConfigError, ProbeError, in_a_line, round_name
 from raysim.metrics import reserved_prefixes
 from raysim.rules.errors.user_code import translate_errors
 from raysim.rules.methods import registry
 from raysim.server.central_server import RoundCohort
+from raysim.spelling import did_you_mean
 from raysim.system.signals import reraise_stop
 from raysim.training.messages import WorkerResult
 

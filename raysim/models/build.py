@@ -18,10 +18,11 @@ from raysim.config.explain import explain_validation_error
 from raysim.config.references import load_file, load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named, as_names
-from raysim.errors import ConfigError, did_you_mean, with_cause
+from raysim.errors import ConfigError, with_cause
 from raysim.models.initial.start import freeze, load_weights
 from raysim.models.nets.zoo import NETS
 from raysim.randomness import generator
+from raysim.spelling import did_you_mean
 from raysim.system.signals import reraise_stop
 
 

@@ -10,7 +10,7 @@ import torch
 from raysim.config.references import load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named, Section
-from raysim.errors import ConfigError, ContractError, did_you_mean
+from raysim.errors import ConfigError, ContractError
 from raysim.models.flat import Model
 from raysim.randomness import generator
 from raysim.rules.contract import ClientRule, ServerRule
@@ -19,6 +19,7 @@ from raysim.rules.errors.user_code import translate_errors
 from raysim.rules.methods.registry import build_part
 from raysim.rules.upload_stages import STAGES, UploadStage, WireFormat
 from raysim.rules.uploads import declared
+from raysim.spelling import did_you_mean
 from raysim.training.uploads.upload_chain import check_encoded, check_wire_format
 
 

@@ -251,8 +251,7 @@ def _groups(config: Config, rules: Rules) -> tuple[ClientGroup, ...]:
 def keys(section: str, before: str, name: str) -> set[str]:
     """Return the keys of a section that keep their meaning when the section's name changes.
 
-    `loading.read_config` keeps the values of these keys when an override changes the name. The
-    arguments of a net have a meaning only for that net, so none is kept for `model`.
+    `loading.read_config` keeps the values of these keys when an override changes the name.
 
     Args:
         section: key of the section, such as "model".
@@ -261,8 +260,4 @@ def keys(section: str, before: str, name: str) -> set[str]:
     """
     if section in ("algorithm", "client", "server"):
         return registry.shared_keys(section, before, name)
-    if section == "model":
-        return set()
-    keys_before = explain.section_keys(section, before) or set()
-    keys_after = explain.section_keys(section, name) or set()
-    return keys_before & keys_after
+    return explain.shared_keys(section, before, name)

@@ -18,12 +18,13 @@ from typing import Any
 
 import pandas as pd
 
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
 from raysim.reports.claims import claim_section
 from raysim.reports.report_kinds import PLOTTED_KINDS, Report, claims_report
 from raysim.reports.runs import RunSource
 from raysim.reports.table_columns import ResultsTable
 from raysim.reports.table_report import KeyNames, split_keys, table_report
+from raysim.spelling import did_you_mean
 
 logger = logging.getLogger("raysim")
 

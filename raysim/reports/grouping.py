@@ -11,12 +11,13 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 import pandas as pd
 
 from raysim.config.schema import SECTIONS_WITH_NAME
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
 from raysim.reports import method_sides
 from raysim.reports.published import same_value
 from raysim.reports.table_row import short
 from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun
 from raysim.reports.value_names import readable
+from raysim.spelling import did_you_mean
 
 SIDE_COLUMN = "side"
 """Derived parameter: the side on which a method differs from FedAvg. Shown only on request."""

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from raysim.config import explain
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
 from raysim.ledger.kept import kept_config
 from raysim.ledger.ledger_file import read_rows, unique
 from raysim.ledger.ledger_row import Row
 from raysim.reports.tracked import FinishedRun, counted
+from raysim.spelling import did_you_mean
 
 
 def title(wanted: Sequence[str], ledgers: Sequence[str | Path]) -> str:

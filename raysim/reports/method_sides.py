@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raysim.rules.methods.registry import FEDAVG
+from raysim.config.schema import FEDAVG
 
 SIDES = ("client side", "server side", "both sides")
 """Values of the column `side`, in the order in which tables sort them."""

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from raysim.config.schema import SECTIONS_WITH_NAME
 from raysim.config.shipped_files import shipped_files
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
+from raysim.spelling import did_you_mean
 
 FIGURE_KEYS = ("best", "std", "target", "of", "rounds")
 """Columns that hold figures; all others are parameters."""

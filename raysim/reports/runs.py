@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
 from raysim.reports.grouping import with_values
 from raysim.reports.ledger_runs import finished_rows, title
 from raysim.reports.tracked import (
@@ -26,6 +26,7 @@ from raysim.reports.tracked import (
     counted,
     with_histories,
 )
+from raysim.spelling import did_you_mean
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import open_store
 from raysim.tracking.recorder import FORK_CHANGES, FORK_ROUND, RESUMED_ROUNDS

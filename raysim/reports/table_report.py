@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
 from raysim.reports import published
 from raysim.reports.analysis import aggregate, comparisons, targets
 from raysim.reports.runs import RunSource
@@ -22,6 +22,7 @@ from raysim.reports.tracked import (
     counted,
 )
 from raysim.reports.value_names import Names, names_given
+from raysim.spelling import did_you_mean
 
 Say = Callable[[str], None]
 

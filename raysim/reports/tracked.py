@@ -14,8 +14,9 @@ from typing import Literal, TypeVar, get_args
 import pandas as pd
 
 from raysim.config.sections.evaluation import DEFAULT_BEST
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
 from raysim.metrics import accumulates, find_metric
+from raysim.spelling import did_you_mean
 
 T = TypeVar("T")
 

@@ -10,7 +10,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
+from raysim.spelling import did_you_mean
 
 Names = Mapping[str, str]
 """Names to show, by the value, KEY=VALUE, parameter, metric or header that they replace."""

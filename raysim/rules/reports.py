@@ -11,11 +11,12 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
-from raysim.errors import ContractError, did_you_mean
+from raysim.errors import ContractError
 from raysim.randomness import generator
 from raysim.rules.public import PublicData
 from raysim.rules.task import Task
 from raysim.rules.unknown_attributes import SuggestsAttributes
+from raysim.spelling import did_you_mean
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from raysim.errors import did_you_mean
+from raysim.spelling import did_you_mean
 
 
 class SuggestsAttributes:

@@ -18,9 +18,9 @@ from raysim.rules.contract import ServerRule, State
 from raysim.rules.errors.returned_values import check_tensors
 from raysim.rules.reports import Cohort, Reports
 from raysim.rules.rule import Problem
+from raysim.server.batchnorm_average import averaged_statistics
 from raysim.server.round_uploads import (
     BUFFERS,
-    mixed_statistics,
     total_uploads,
     uploads_of_clients,
 )
@@ -270,7 +270,9 @@ class Server:
         for step in self.steps:
             state = step.after(self.state, state)
         self.state = state
-        self._average_statistics(mean_statistics, client_statistics, reports.given_weights)
+        self.buffers = averaged_statistics(
+            self.buffers, mean_statistics, client_statistics, reports.given_weights
+        )
         if n_uploads:
             reports.log(weights_entropy=_entropy(reports.given_weights or weights))
         return {
@@ -349,23 +351,6 @@ class Server:
         # Not with client-level privacy, whose ε does not cover it.
         if n_short and not self.hides_clients:
             reports.metrics["short_sums"] = float(n_short)
-
-    def _average_statistics(
-        self,
-        mean: Tensor | None,
-        client_statistics: list[Tensor],
-        given_weights: list[float] | None,
-    ) -> None:
-        """Average the clients' BatchNorm statistics [Q].
-
-        The weights are those of the round's means, or those that the rule set in `update`.
-        """
-        if mean is None:
-            return
-        if given_weights is None:
-            self.buffers = mean
-        else:
-            self.buffers = mixed_statistics(self.buffers, client_statistics, given_weights)
 
     @staticmethod
     def _named(metrics: dict[str, float]) -> dict[str, float]:

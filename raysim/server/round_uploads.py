@@ -65,19 +65,3 @@ def uploads_of_clients(
         uploads = [row for outcome in outcomes for row in outcome.rows[key]]
         uploads_by_key[key] = [uploads[position[client]].to(device) for client in ids]
     return uploads_by_key
-
-
-def mixed_statistics(
-    present: Tensor, client_statistics: list[Tensor], weights: list[float]
-) -> Tensor:
-    """Return the weighted sum of BatchNorm statistics [Q].
-
-    Args:
-        present: the server's statistics [Q], which get 1 minus the sum of the weights.
-        client_statistics: those of each client, [Q].
-        weights: the weight of each client.
-    """
-    mixed = present.double() * (1 - sum(weights))
-    for statistics, p in zip(client_statistics, weights, strict=True):
-        mixed += p * statistics.double()
-    return mixed.to(present.dtype)

@@ -20,11 +20,3 @@ So a repeated sweep runs only missing trials, and a larger sweep reuses the tria
 Trials run in processes of Ray and log to the spools in their folders, which all nodes must see.
 Only the process of the sweep sends the spools to MLflow.
 """
-
-from raysim.sweeps.definition import Sweep, Trial
-from raysim.sweeps.preparation import prepare_sweep
-from raysim.sweeps.runner import run_sweep
-from raysim.sweeps.summary import SweepResult
-from raysim.sweeps.sweep_ledger import SweepLedger
-
-__all__ = ["Sweep", "SweepLedger", "SweepResult", "Trial", "prepare_sweep", "run_sweep"]

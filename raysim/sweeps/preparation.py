@@ -21,11 +21,12 @@ from raysim.config.sections.data import AnyData
 from raysim.config.tracking_uri import redacted_uri
 from raysim.engine import early_stop
 from raysim.engine.plan import Plan
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
 from raysim.prepare import resolve
 from raysim.reports import grouping
 from raysim.reports.claims.claim_section import Claim, check_sides, read_claims
 from raysim.rules.methods import registry
+from raysim.spelling import did_you_mean
 from raysim.sweeps import search_space
 from raysim.sweeps.definition import Sweep, SweepSettings, SweepSpec, Trial
 from raysim.sweeps.search_space import Axis, Draw, as_text

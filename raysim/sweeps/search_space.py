@@ -25,8 +25,9 @@ from typing import Any
 
 from raysim.config import limited_yaml, loading
 from raysim.config.schema import SECTIONS_WITH_NAME
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
 from raysim.randomness import generator
+from raysim.spelling import did_you_mean
 
 DRAWN_DIGITS = 4
 """Significant digits of a drawn number."""

@@ -11,8 +11,9 @@ from pydantic import Field
 
 from raysim.config.schema import Config
 from raysim.config.sections.base import Section
-from raysim.errors import RaysimError, did_you_mean
+from raysim.errors import RaysimError
 from raysim.metrics import lower_is_better
+from raysim.spelling import did_you_mean
 
 WORST_VALUE = 1e300
 """Magnitude that replaces a value that is not finite, so that percentiles stay finite."""

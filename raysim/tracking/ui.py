@@ -17,7 +17,8 @@ from urllib.parse import urlencode
 
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import absolute_uri, mask_secrets, restored_uri
-from raysim.errors import ConfigError, RaysimError, did_you_mean
+from raysim.errors import ConfigError, RaysimError
+from raysim.spelling import did_you_mean
 from raysim.tracking import charts
 from raysim.tracking.mlflow_client import connected, open_store
 

@@ -23,11 +23,12 @@ from raysim.config import explain
 from raysim.config.loading import read_config, shipped
 from raysim.config.sections.base import at_round
 from raysim.engine.plan import Plan
-from raysim.errors import ConfigError, did_you_mean, nearest_words
+from raysim.errors import ConfigError
 from raysim.prepare.resolve import keys, prepare
 from raysim.rules.contract import ALGORITHMS
 from raysim.rules.methods.pairs import resolve_rules
 from raysim.rules.methods.registry import algorithm_defaults, discover
+from raysim.spelling import did_you_mean, nearest_words
 from raysim.sweeps.preparation import read_sweep
 
 discover()

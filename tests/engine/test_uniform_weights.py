@@ -8,7 +8,7 @@ import pytest
 from support.programs import program
 
 from raysim.prepare.resolve import prepare
-from raysim.sweeps import prepare_sweep
+from raysim.sweeps.preparation import prepare_sweep
 
 PER_CLIENT = program("uniform_weights_per_client")
 

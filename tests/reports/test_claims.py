@@ -13,12 +13,13 @@ import pytest
 import yaml
 from support.sweeps import SMALL
 
-from raysim import cli, sweeps
+from raysim import cli
 from raysim.config.loading import shipped
 from raysim.errors import ConfigError
 from raysim.prepare import resolve
 from raysim.reports.claims import claim_section, verdicts
 from raysim.reports.tracked import TrackedRun
+from raysim.sweeps.preparation import prepare_sweep
 from raysim.tracking import mlflow_client
 
 pytestmark = pytest.mark.usefixtures("pictures")
@@ -388,7 +389,7 @@ def test_a_wrong_section_is_refused_by_the_sweep_and_the_report(
     path = tmp_path / "wrong.yaml"
     path.write_text(yaml.safe_dump({**SMALL, "sweep": {"seed": [0, 1]}, "claims": section}))
     with pytest.raises(ConfigError, match=said):
-        sweeps.prepare_sweep(path)
+        prepare_sweep(path)
     monkeypatch.setattr(sys, "argv", ["raysim", "report", "claims", str(path)])
     with pytest.raises(SystemExit) as end:
         cli.main()
@@ -400,13 +401,11 @@ def test_a_wrong_section_is_refused_by_the_sweep_and_the_report(
 def test_claims_change_nothing_of_what_is_computed(tmp_path):
     plain = {**SMALL, "sweep": {"seed": [0, 1]}}
     folders = [
-        [trial.folder for trial in sweeps.prepare_sweep(each).trials]
+        [trial.folder for trial in prepare_sweep(each).trials]
         for each in (plain, {**plain, "claims": [RIGHT]})
     ]
     assert folders[0] == folders[1]
-    assert (
-        sweeps.prepare_sweep({**plain, "claims": [RIGHT]}).base == sweeps.prepare_sweep(plain).base
-    )
+    assert prepare_sweep({**plain, "claims": [RIGHT]}).base == prepare_sweep(plain).base
     assert resolve.prepare({**SMALL, "claims": [RIGHT]}).config == resolve.prepare(SMALL).config
     with pytest.raises(ConfigError, match="claims: what is claimed of runs stands in the file"):
         resolve.prepare(SMALL, ["claims=3"])

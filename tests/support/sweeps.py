@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from raysim.config.tracking_uri import absolute_uri
-from raysim.sweeps import Sweep, Trial, runner
+from raysim.sweeps import runner
 from raysim.sweeps import trial as one
-from raysim.sweeps.definition import WatchCallback
+from raysim.sweeps.definition import Sweep, Trial, WatchCallback
 from raysim.system.signals import stoppable
 from support.configurations import IID_MLP
 

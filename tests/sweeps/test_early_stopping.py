@@ -13,11 +13,13 @@ import pytest
 from support.sweeps import SMALL
 
 import raysim
-from raysim import sweeps
 from raysim.errors import RaysimError
 from raysim.prepare import resolve
 from raysim.runs import run as experiment
-from raysim.sweeps import SweepResult, Trial, prepare_sweep
+from raysim.sweeps.definition import Trial
+from raysim.sweeps.preparation import prepare_sweep
+from raysim.sweeps.runner import run_sweep
+from raysim.sweeps.summary import SweepResult
 from raysim.sweeps.trial_stopping import WORST_VALUE, EarlyStopping, RungTracker
 from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking
@@ -89,7 +91,7 @@ def halved(
 @pytest.fixture(scope="module")
 def halving(place: Path, local_ray: None) -> SweepResult:
     """Six step sizes, one trial at a time, so that their order is known."""
-    return sweeps.run_sweep(
+    return run_sweep(
         prepare_sweep({**LONGER, "sweep": {"local.lr": LRS, "early_stopping": STOPPING}}),
         parallel=1,
     )
@@ -142,7 +144,7 @@ def test_a_stopped_trial_counts_as_done_and_a_larger_sweep_knows_what_was_reache
     halving: SweepResult,
 ):
     """The first trial of a fresh rung is never stopped; this one meets those of the sweep before."""
-    larger = sweeps.run_sweep(
+    larger = run_sweep(
         prepare_sweep({**LONGER, "sweep": {"local.lr": [*LRS, 1e-4], "early_stopping": STOPPING}}),
         parallel=1,
     )
@@ -160,7 +162,7 @@ def test_a_stopped_trial_goes_on_to_the_bit(halving: SweepResult, tmp_path: Path
     assert done.digest == alone(first, tmp_path).digest and done.rounds == 12
     whole = prepare_sweep({**LONGER, "sweep": {"local.lr": LRS}})
     assert [whole.done(trial) for trial in whole.trials].count(False) == len(halving.stopped)
-    after = sweeps.run_sweep(whole, parallel=1)
+    after = run_sweep(whole, parallel=1)
     assert (
         after.run_id == halving.run_id
         and after.counts["finished"] == 6
@@ -187,9 +189,7 @@ def test_trials_that_fail_are_tried_again(place: Path, local_ray: None):
     }
     told: list[str] = []
     planned = prepare_sweep({**LONGER, "rounds": 6, "sweep": {**varied, "retries": 1}})
-    done = sweeps.run_sweep(
-        planned, parallel=1, watch=lambda trial, state, facts: told.append(state)
-    )
+    done = run_sweep(planned, parallel=1, watch=lambda trial, state, facts: told.append(state))
     assert (
         done.counts == {"finished": 1, "stopped_early": 0, "failed": 1} and told.count("again") == 2
     )

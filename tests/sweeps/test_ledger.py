@@ -24,7 +24,11 @@ from raysim.ledger.ledger_file import append_rows, read_rows, unique
 from raysim.ledger.ledger_row import BadRow, Row, as_line, from_line
 from raysim.reports.runs import RunSource
 from raysim.runs.recomputed import having, recompute
-from raysim.sweeps import Sweep, SweepLedger, SweepResult, prepare_sweep, run_sweep
+from raysim.sweeps.definition import Sweep
+from raysim.sweeps.preparation import prepare_sweep
+from raysim.sweeps.runner import run_sweep
+from raysim.sweeps.summary import SweepResult
+from raysim.sweeps.sweep_ledger import SweepLedger
 from raysim.sweeps.trial import train_trial
 
 LEDGER = "rows.jsonl"

@@ -12,10 +12,11 @@ import pytest
 from support.sweeps import SMALL, values, written
 
 import raysim
-from raysim import cli, sweeps
+from raysim import cli
 from raysim.errors import ConfigError
 from raysim.prepare import resolve
-from raysim.sweeps import prepare_sweep, ray_tune, search_space
+from raysim.sweeps import ray_tune, runner, search_space
+from raysim.sweeps.preparation import prepare_sweep
 
 # -- the grid --------------------------------------------------------------------------------------
 
@@ -318,7 +319,7 @@ def test_small_trials_by_default():
 def test_mistakes_come_before_anything_starts(here, section, overrides, said, capsys, monkeypatch):
     config = written(here / "config.yaml", **({} if section is None else {"sweep": section}))
     monkeypatch.setattr(sys, "argv", ["raysim", "sweep", str(config), *overrides])
-    monkeypatch.setattr(sweeps, "run_sweep", lambda *given: pytest.fail("it was started"))
+    monkeypatch.setattr(runner, "run_sweep", lambda *given: pytest.fail("it was started"))
     with pytest.raises(SystemExit) as end:
         cli.main()
     err = capsys.readouterr().err

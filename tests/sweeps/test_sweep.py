@@ -24,13 +24,17 @@ from typing import Any
 import pytest
 from support.sweeps import SMALL, trained_in_this_process, written
 
-from raysim import cli, sweeps
+from raysim import cli
 from raysim.errors import RaysimError
 from raysim.prepare import resolve
 from raysim.runs import run as experiment
-from raysim.sweeps import SweepResult, Trial, prepare_sweep, runner
+from raysim.sweeps import runner
 from raysim.sweeps import trial as one
+from raysim.sweeps.definition import Trial
+from raysim.sweeps.preparation import prepare_sweep
+from raysim.sweeps.runner import run_sweep
 from raysim.sweeps.search_space import as_text
+from raysim.sweeps.summary import SweepResult
 from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking
 from raysim.tracking.recorder import Recorder
@@ -103,7 +107,7 @@ def swept(place: Path, local_ray: None) -> SweepResult:
     told: list[tuple[str, str]] = []
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        done = sweeps.run_sweep(
+        done = run_sweep(
             planned, parallel=2, watch=lambda trial, state, facts: told.append((trial.title, state))
         )
     assert not [line for line in printed.getvalue().splitlines() if "(raylet)" not in line], (
@@ -259,7 +263,7 @@ def test_again_only_what_is_missing_is_done(swept: SweepResult, mlflow: Any, sta
     the smaller one."""
     Path("spared").touch()
     before = {run.info.run_id for run in runs_of(mlflow)}
-    again = sweeps.run_sweep(prepare_sweep(SWEPT))
+    again = run_sweep(prepare_sweep(SWEPT))
     assert [trial.label for trial in started] == ["fedavg", "Deadly"]
     assert again.run_id == swept.run_id and again.reused == 6 and len(again.failed) == 1
     assert {run.info.run_id for run in runs_of(mlflow)} == before
@@ -267,9 +271,7 @@ def test_again_only_what_is_missing_is_done(swept: SweepResult, mlflow: Any, sta
     assert mlflow.get_run(deadly["run_id"]).info.status == "FINISHED"
 
     started.clear()
-    larger = sweeps.run_sweep(
-        prepare_sweep({**SMALL, "sweep": {"local.lr": [0.1, 0.05], "seed": "0..2"}})
-    )
+    larger = run_sweep(prepare_sweep({**SMALL, "sweep": {"local.lr": [0.1, 0.05], "seed": "0..2"}}))
     assert [(t.config.local.lr, t.config.seed) for t in started] == [
         (0.1, 2),
         (0.05, 2),
@@ -281,7 +283,7 @@ def test_again_only_what_is_missing_is_done(swept: SweepResult, mlflow: Any, sta
 
     started.clear()
     shutil.rmtree(larger.sweep.trials[0].folder)
-    sweeps.run_sweep(prepare_sweep({**SMALL, "sweep": {"local.lr": [0.1, 0.05], "seed": "0..2"}}))
+    run_sweep(prepare_sweep({**SMALL, "sweep": {"local.lr": [0.1, 0.05], "seed": "0..2"}}))
     assert started == larger.sweep.trials[:1]
 
 
@@ -291,7 +293,7 @@ def test_one_sweep_at_a_time_in_a_folder(place: Path):
         runner._lock_trials(planned.folder),
         pytest.raises(RaysimError, match="another sweep is at work"),
     ):
-        sweeps.run_sweep(planned)
+        run_sweep(planned)
 
 
 @pytest.mark.ray
@@ -356,7 +358,7 @@ def test_stopped(
     parent = max(runs_of(mlflow), key=lambda run: run.info.start_time)
     assert parent.info.run_name == "stopped" and parent.info.status == "KILLED"
     monkeypatch.setattr(one, "train_trial", train)
-    again = sweeps.run_sweep(prepare_sweep("stopped.yaml", ["seed=0,1,9"]))
+    again = run_sweep(prepare_sweep("stopped.yaml", ["seed=0,1,9"]))
     assert again.run_id == parent.info.run_id and again.reused == 2 and not again.failed
     assert [trial.config.seed for trial in started] == [9, 9]
 
@@ -372,7 +374,7 @@ def test_a_signal_that_stops_a_sweep_on_ray_keeps_its_number(swept: SweepResult)
             sent.start()
 
     with pytest.raises(KeyboardInterrupt) as stop:
-        sweeps.run_sweep(planned, parallel=2, watch=watch)
+        run_sweep(planned, parallel=2, watch=watch)
     assert getattr(stop.value, "signal", None) == signal.SIGTERM
     assert not any(trial.result for trial in planned.trials)
 

@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter, create_model
 
 from raysim.cli.pages.keys import keys_of
 from raysim.config import entry_points
+from raysim.prepare.early_validation import DEFAULTS_ELSEWHERE
 
 JsonSchema = dict[str, Any]
 
@@ -156,6 +157,8 @@ def _algorithms(distribution: str | None) -> dict[str, JsonSchema]:
         if algorithm.presets:
             keys["preset"] = {"enum": list(algorithm.presets)}
         schemas[name] = {"description": algorithm.paper, "properties": keys}
+        if algorithm.defaults:
+            schemas[name][DEFAULTS_ELSEWHERE] = dict(algorithm.defaults)
     return schemas
 
 
@@ -204,7 +207,7 @@ def _by_name(variants: Mapping[str, JsonSchema]) -> JsonSchema:
     objects = [
         {
             "type": "object",
-            "description": variant["description"],
+            **variant,
             "properties": {"name": {"const": name}, **variant["properties"]},
             "additionalProperties": False,
         }

@@ -8,7 +8,8 @@ from typing import Any
 
 from raysim.cli.completion import PLACES
 from raysim.cli.pages.keys import NO_DEFAULT, first_paragraph, keys_of, net_keys, print_page
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
+from raysim.spelling import did_you_mean
 
 KeyRow = dict[str, str]
 """Name, default and meaning of a key."""

@@ -24,7 +24,8 @@ from raysim.data.class_names import Names, class_names
 from raysim.data.images import is_picture
 from raysim.data.own.arrays import ArrayReader, Sequences
 from raysim.data.own.read_again import first_changed
-from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.errors import ConfigError, in_a_line
+from raysim.spelling import did_you_mean
 from raysim.system.signals import reraise_stop
 
 logger = logging.getLogger("raysim")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.errors import ConfigError, in_a_line
+from raysim.spelling import did_you_mean
 
 
 def read_arrays(

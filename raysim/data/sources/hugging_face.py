@@ -16,7 +16,8 @@ from raysim.data.dataset import Dataset
 from raysim.data.images import as_squares, common_mode, common_side, import_torchvision
 from raysim.data.own.forms import read_column
 from raysim.data.own.reading import make_dataset
-from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.errors import ConfigError, in_a_line
+from raysim.spelling import did_you_mean
 from raysim.system.signals import reraise_stop
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")

@@ -19,7 +19,8 @@ from raysim.data.images import (
     torchvision_reason,
 )
 from raysim.data.own.reading import make_dataset
-from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.errors import ConfigError, in_a_line
+from raysim.spelling import did_you_mean
 from raysim.system.signals import reraise_stop
 
 TEST_SPLITS = ("test", "val", "valid")

@@ -19,7 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysim.config.sections.execution import Resources, cluster_address
 from raysim.distributed.cluster import loopback, versions
-from raysim.errors import ConfigError, RaysimError, counted, did_you_mean
+from raysim.errors import ConfigError, RaysimError, counted
+from raysim.spelling import did_you_mean
 from raysim.system import machine
 from raysim.system import processes as ending
 from raysim.system.processes import Process

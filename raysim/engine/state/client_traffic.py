@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from raysim.engine.executor import RoundResults
 from raysim.schedule import ScheduledRound
@@ -12,11 +12,12 @@ from raysim.training.messages import ClientResult
 class RunTraffic:
     """Bytes down and up since the first round, as the workers measured them."""
 
-    def __init__(self, estimate: int):
+    def __init__(self, estimate: Callable[[], int]):
         """Begin with no traffic.
 
         Args:
-            estimate: bytes of a version of the model, until a client has received one.
+            estimate: returns the bytes of a version of the model. It is called only if they are
+                needed before any client has received one.
         """
         self.down = self.up = 0
         self._estimate = estimate
@@ -39,8 +40,9 @@ class RunTraffic:
         Args:
             version: number of the version.
         """
-        newest = self._sizes[max(self._sizes)] if self._sizes else self._estimate
-        return self._sizes.get(version, newest)
+        if not self._sizes:
+            return self._estimate()
+        return self._sizes.get(version, self._sizes[max(self._sizes)])
 
     def count(
         self,
@@ -64,8 +66,9 @@ class RunTraffic:
             self._sizes |= outcome.versions
         not_trained = scheduled.dropped_out + scheduled.missed_deadline + scheduled.discarded_stale
         self.down += sum(self.version_bytes(arrival.base) for arrival in scheduled.arrivals)
-        n_evaluated = scheduled.selection.n_only_evaluated
-        self.down += self.version_bytes(max(versions)) * (not_trained + n_evaluated)
+        n_others = not_trained + scheduled.selection.n_only_evaluated
+        if n_others:
+            self.down += self.version_bytes(max(versions)) * n_others
         self.up += sum(result.bytes for result in used)
         # The newest size also stands for versions of unknown size, see `version_bytes`.
         newest = max(self._sizes, default=None)

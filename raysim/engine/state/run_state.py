@@ -52,7 +52,7 @@ class RunState(Generic[ModelHandle]):
         """The versions of the model that some client, or the evaluator, still needs."""
         self.history: list[Record] = []
         """The complete records, in the order of rounds."""
-        self.traffic = RunTraffic(plan.bytes_down)
+        self.traffic = RunTraffic(lambda: plan.bytes_down)
         self.recoveries: Counter[str] = Counter()
         """The number of failures that earlier processes of this run recovered from, by kind."""
 

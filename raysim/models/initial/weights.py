@@ -16,7 +16,8 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from raysim.data import import_torchvision
-from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.errors import ConfigError, in_a_line
+from raysim.spelling import did_you_mean
 from raysim.system.json_files import parsed
 from raysim.system.signals import reraise_stop
 from raysim.tracking import mlflow_client

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
 from raysim.reports.tracked import TrackedRun
+from raysim.spelling import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,12 @@ from raysim.config import loading
 from raysim.config.explain import checked_section, explain_validation_error
 from raysim.config.sections.base import Section
 from raysim.config.sections.storage import Tracking
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
 from raysim.metrics import lower_is_better
 from raysim.reports import grouping
 from raysim.reports.analysis.targets import why_unreachable
 from raysim.reports.runs import RunSource
+from raysim.spelling import did_you_mean
 from raysim.tracking.recorder import flatten_parameters
 
 Statistic = Literal["best", "last", "first", "mean", "last10"]

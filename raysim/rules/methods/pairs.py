@@ -12,10 +12,10 @@ from raysim.config import python_objects
 from raysim.config.references import load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named
-from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.errors import ConfigError, in_a_line
 from raysim.rules.contract import Algorithm, ClientRule, ServerRule
 from raysim.rules.errors.user_code import class_defined_at
-from raysim.rules.methods.misspelled import untyped
+from raysim.rules.methods.misspelled_methods import untyped
 from raysim.rules.methods.registry import (
     build_part,
     discover,
@@ -25,6 +25,7 @@ from raysim.rules.methods.registry import (
     offered_names,
 )
 from raysim.rules.uploads import UploadMode, why_not_declared
+from raysim.spelling import did_you_mean
 from raysim.system.signals import reraise_stop
 
 

@@ -20,7 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 from raysim.config import entry_points, python_objects
 from raysim.config.explain import annotation_types, explain_validation_error
 from raysim.config.references import load_file, load_object, place_of
-from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.config.schema import FEDAVG
+from raysim.errors import ConfigError, in_a_line
 from raysim.rules.contract import (
     ALGORITHMS,
     CLIENT_RULES,
@@ -31,13 +32,10 @@ from raysim.rules.contract import (
     ServerRule,
 )
 from raysim.rules.errors.user_code import class_defined_at
-from raysim.rules.methods.misspelled import refuse_misspelled_methods, untyped
+from raysim.rules.methods.misspelled_methods import refuse_misspelled_methods, untyped
 from raysim.rules.rule import Rule
+from raysim.spelling import did_you_mean
 from raysim.system.signals import reraise_stop
-
-FEDAVG = "fedavg"
-"""The name of the client rule that is local SGD, and of the server rule that averages."""
-
 
 REGISTRIES: Mapping[str, Mapping[str, Any]] = {
     "client": CLIENT_RULES,
