@@ -190,7 +190,7 @@ def _smoothness(plan: Plan, sample: int | None, console: Terminal) -> tuple[floa
         raise ConfigError(
             f"L: cannot be estimated for model '{plan.config.model.name}' ({why}); give L=…"
         )
-    configure_process(plan.config.resources.threads)
+    configure_process(plan.config.resources, on_gpu=device != "cpu")
     ids = full_gradients.chosen_clients(plan.clients.sizes, sample, plan.config.seed)
     trainer = make_trainer(plan, device).trainers[0]
     gradients = full_gradients.FullGradients(trainer, ids, plan.server.weights)

@@ -212,13 +212,15 @@ class Config(Section):
     def _identity_of_resources(self) -> dict[str, Any]:
         """Return the threads, and the kinds of devices of the clients and of the server."""
         resources = self.resources
-        is_inline = resources.executor == "inline"
-        server_gpus = resources.gpus if is_inline else resources.server_gpus
-        return {
+        identity: dict[str, Any] = {
             "threads": resources.threads,
             "device": "cuda" if resources.gpus else "cpu",
-            "server_device": "cuda" if server_gpus else "cpu",
+            "server_device": "cuda" if resources.server_on_gpu else "cpu",
         }
+        uses_gpus = resources.gpus or resources.server_on_gpu
+        if uses_gpus and not resources.deterministic:
+            identity["deterministic"] = False
+        return identity
 
     def _replace_paths_by_contents(self, whole: dict[str, Any]) -> None:
         """Replace paths by digests: contents determine the result, and not where files lie."""

@@ -295,6 +295,6 @@ def compute_cost(
     r = config.resources
     ids = chosen_clients(clients.sizes, sample, config.seed)
     examples = int(clients.sizes[ids].sum())
-    most = 100.0 if (r.gpus if r.executor == "inline" else r.server_gpus) else 1.0
+    most = 100.0 if r.server_on_gpu else 1.0
     room = float(len(ids)) * model.size * model.dtype.itemsize
     return ComputeCost(passes * examples * flops(model), room, most, len(ids), examples, model.size)

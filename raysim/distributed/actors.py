@@ -113,16 +113,16 @@ class _Actor:
     Args:
         heartbeat: where to send heartbeats.
         plan: the run.
-        gpus: the actor's share of a GPU. With 0 the device is the CPU, although such an actor sees
-            all GPUs; else the device is the first GPU that Ray makes visible.
+        on_gpu: whether its device is the first GPU that Ray makes visible; else it is the CPU,
+            although an actor without a share of a GPU sees all of them.
     """
 
-    def __init__(self, heartbeat: Address, plan: Plan, gpus: float):
+    def __init__(self, heartbeat: Address, plan: Plan, on_gpu: bool):
         self.heartbeat = Heartbeat(heartbeat)
-        configure_process(plan.config.resources.threads)
+        configure_process(plan.config.resources, on_gpu)
         # The driver handles interrupts. A KeyboardInterrupt in an actor can only come from a rule.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self.device = "cuda:0" if gpus else "cpu"
+        self.device = "cuda:0" if on_gpu else "cpu"
         self.shared_buffers: dict[str, SharedBuffer] = {}
 
     def where(self) -> Place:
@@ -162,7 +162,7 @@ class ClientActor(_Actor):
     """
 
     def __init__(self, heartbeat: Address, plan: Plan, name: str):
-        super().__init__(heartbeat, plan, plan.config.resources.gpus)
+        super().__init__(heartbeat, plan, plan.config.resources.gpus > 0)
         # The start is work: a wait for an actor ends when the actor is idle for too long.
         with self.heartbeat.working():
             self.name = name
@@ -218,7 +218,7 @@ class NodeAggregator(_Actor):
     """
 
     def __init__(self, heartbeat: Address, plan: Plan):
-        super().__init__(heartbeat, plan, 0)
+        super().__init__(heartbeat, plan, False)
 
     @working
     @ray.method(num_returns=2)
@@ -244,7 +244,7 @@ class ServerActor(_Actor):
     """
 
     def __init__(self, heartbeat: Address, plan: Plan):
-        super().__init__(heartbeat, plan, plan.config.resources.server_gpus)
+        super().__init__(heartbeat, plan, plan.config.resources.server_on_gpu)
         with self.heartbeat.working():
             self.server = make_server(plan, self.device)
 
@@ -388,7 +388,7 @@ class EvalActor(_Actor):
     """
 
     def __init__(self, heartbeat: Address, plan: Plan):
-        super().__init__(heartbeat, plan, plan.config.resources.server_gpus)
+        super().__init__(heartbeat, plan, plan.config.resources.server_on_gpu)
         with self.heartbeat.working():
             self.evaluator = Evaluator(plan, self.device)
 

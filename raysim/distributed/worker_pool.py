@@ -122,9 +122,9 @@ class WorkerPool:
         self.wanted = resources.actors
         self._server = self._start_server()
         self._start_workers()
-        # Without GPUs the evaluator takes no resources from the ClientActors, so it can start now.
-        # With GPUs it starts after them, so that they get theirs first.
-        if plan.evaluates and not resources.server_gpus:
+        # Without a share of a GPU the evaluator takes nothing from the ClientActors, so it can
+        # start now. With one it starts after them, so that they get theirs first.
+        if plan.evaluates and not resources.server_share:
             self.eval = self._start_evaluator()
         used_nodes = self._await_first_actors()
         # An asynchronous run has several versions and rounds in flight at a time.
@@ -132,7 +132,7 @@ class WorkerPool:
             self._create_shared_buffers(plan)
             self._open_shared_buffers(self.server)
         self._await_workers(self.supervisor.start_timeout_s)
-        if plan.evaluates and resources.server_gpus:
+        if plan.evaluates and resources.server_share:
             self.eval = self._start_evaluator()
         self._start_aggregators()
         # The utilization of the first round does not count the start of the actors.
@@ -159,7 +159,7 @@ class WorkerPool:
         """Connect to the cluster, await its resources and choose the server's node."""
         resources = plan.config.resources
         self.ours = nodes.connect(resources.address, resources.actors * resources.cpus, self.log)
-        server = {"GPU": resources.server_gpus}
+        server = {"GPU": resources.server_share}
         client = {"CPU": resources.cpus, "GPU": resources.gpus}
         await_resources(
             [*[client] * resources.actors, server, server],
@@ -201,12 +201,20 @@ class WorkerPool:
 
     def _start_server(self) -> ActorHandle[ServerActor]:
         """Start a ServerActor: on its node if that is alive and has the GPUs, else anywhere."""
-        gpus = self.resources.server_gpus
+        gpus = self.resources.server_share
         options = {}
-        for node in nodes.alive_nodes():
-            if node.id == self.server_node and node.room(0, gpus):
-                options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        if (node := self._node_for_server()) is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
         return self._start(ServerActor, self.plan, num_gpus=gpus, **options)
+
+    def _node_for_server(self) -> str | None:
+        """Return the node on which the server has to start; None if Ray may choose one."""
+        able = [n.id for n in nodes.alive_nodes() if n.can_serve(self.resources)]
+        if self.server_node in able:
+            return self.server_node
+        if self.resources.server_on_gpu and not self.resources.server_share and able:
+            return able[0]  # Ray does not know that this actor needs a GPU
+        return None
 
     def _set_server_node(self, node: str) -> None:
         """Record the node of the server that has started."""
@@ -215,12 +223,11 @@ class WorkerPool:
 
     def _start_evaluator(self) -> ActorHandle[EvalActor]:
         """Start an EvalActor: on the server's node, or on any node if it needs a GPU."""
-        gpus = self.resources.server_gpus
+        gpus = self.resources.server_share
         options = {}
         if not gpus:
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
-                self.server_node, soft=True
-            )
+            node = self._node_for_server() or self.server_node
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
         return self._start(EvalActor, self.plan, num_gpus=gpus, **options)
 
     def _start_client(self, number: int) -> ActorHandle[ClientActor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-import torch
 from numpy.random import Generator
 
 from raysim.engine.evaluation.evaluator import Evaluator
@@ -38,11 +37,14 @@ class Inline:
 
     def open(self, plan: Plan) -> None:
         """Create trainer, server and evaluator in this process. See `Executor.open`."""
-        device = "cuda:0" if plan.config.resources.gpus else "cpu"
-        self.threads = torch.get_num_threads()
-        configure_process(plan.config.resources.threads)
-        self.trainer, self.server = make_trainer(plan, device), make_server(plan, device)
-        self.evaluator = Evaluator(plan, device)
+        resources = plan.config.resources
+        self.device = "cuda:0" if resources.gpus else "cpu"
+        self.server_device = "cuda:0" if resources.server_on_gpu else "cpu"
+        on_gpu = bool(resources.gpus or resources.server_on_gpu)
+        self._restore_process = configure_process(resources, on_gpu)
+        self.trainer = make_trainer(plan, self.device)
+        self.server = make_server(plan, self.server_device)
+        self.evaluator = Evaluator(plan, self.server_device)
 
     def broadcast(self, following: RoundCohort) -> Broadcast:
         """Return the server's model for the clients of a round. See `Executor.broadcast`."""
@@ -54,7 +56,7 @@ class Inline:
         Args:
             t: number of the round, from 0.
         """
-        return InlineRound(self.trainer)
+        return InlineRound(self.trainer, self.device)
 
     def advance(
         self,
@@ -95,7 +97,7 @@ class Inline:
         self, version: int, broadcast: Broadcast, blocks: list[Block]
     ) -> CompletedResult[RoundResults]:
         """Evaluate clients now. See `Executor.evaluate_clients`."""
-        outcome = self.trainer.train({version: broadcast}, blocks)
+        outcome = self.trainer.train({version: broadcast.to(self.device)}, blocks)
         return CompletedResult(RoundResults([], [outcome], {}))
 
     def snapshot(self) -> CompletedResult[State]:
@@ -111,28 +113,27 @@ class Inline:
         return broadcast
 
     def upload_version(self, version: Broadcast) -> Broadcast:
-        """Return the version on the training device. See `Executor.upload_version`."""
-        device = self.trainer.trainers[0].x0.device
-        shared = {k: v.to(device, copy=True) for k, v in version.shared.items()}
-        return Broadcast(shared, version.buffers.to(device, copy=True))
+        """Return a copy of the version on the server's device. See `Executor.upload_version`."""
+        return version.to(self.server_device, copy=True)
 
     def recover(self) -> None:
         """Do nothing: a server in this process dies with it only."""
 
     def close(self) -> None:
-        """Restore torch's number of threads."""
-        torch.set_num_threads(self.threads)
+        """Restore torch's threads and kernels."""
+        self._restore_process()
 
 
 class InlineRound:
     """Local training of one round in this process; it runs when `get` is called."""
 
-    def __init__(self, trainer: GroupTrainer):
-        self.trainer, self.work = trainer, []
+    def __init__(self, trainer: GroupTrainer, device: str):
+        self.trainer, self.device, self.work = trainer, device, []
 
     def add(self, broadcasts: Mapping[int, Broadcast], blocks: list[Block]) -> None:
         """Add blocks; nothing is trained yet. See `RoundHandle.add`."""
-        self.work.append((broadcasts, blocks))
+        here = {version: sent.to(self.device) for version, sent in broadcasts.items()}
+        self.work.append((here, blocks))
 
     def get(self) -> RoundResults:
         """Train all blocks and return their results."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import FineTune
+from raysim.config.sections.execution import Resources
 from raysim.config.sections.local import Local
 from raysim.data import Clients, Examples, VirtualClients
 from raysim.data.partition.clients import ExampleLists
@@ -28,6 +29,7 @@ from raysim.server.central_server import Server
 from raysim.server.client_dp_noise import NoisyMean
 from raysim.server.update_steps import PersonalParameters, PublicDataTask, UpdateStep
 from raysim.system import machine
+from raysim.system.deterministic_kernels import use_deterministic_kernels
 from raysim.training.client_evaluator import ClientEvaluator, uses_own_models
 from raysim.training.groups import ClientGroup, WorkerParts
 from raysim.training.personal import PersonalParts
@@ -50,16 +52,30 @@ LOSS_BATCH_SIZE = 512
 decide who is selected."""
 
 
-def configure_process(threads: int) -> None:
+def configure_process(resources: Resources, on_gpu: bool) -> Callable[[], None]:
     """Configure this process for training.
 
-    It pins torch's threads and switches TF32 off. It also keeps glibc from returning every freed
-    megabyte to the kernel, which costs 10 to 25 % of a round.
+    It pins torch's threads, switches TF32 off and, on a GPU, takes deterministic kernels only. It
+    also keeps glibc from returning every freed megabyte to the kernel, which costs 10 to 25 % of a
+    round.
 
     Args:
-        threads: number of torch threads.
+        resources: the resources of the run.
+        on_gpu: whether this process computes on a GPU.
+
+    Returns:
+        A function that restores torch's threads and kernels, for a process that goes on.
     """
-    torch.set_num_threads(threads)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(resources.threads)
+    restored: list[Callable[[], None]] = [partial(torch.set_num_threads, threads)]
+    if on_gpu and resources.deterministic:
+        restored.append(use_deterministic_kernels())
+
+    def restore() -> None:
+        for setting in restored:
+            setting()
+
     # Cosines near 0 decide the QPs, so TF32 is too coarse.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
@@ -68,7 +84,8 @@ def configure_process(threads: int) -> None:
         libc.mallopt(m_mmap_threshold, 1 << 30)
         libc.mallopt(m_trim_threshold, -1)
     except OSError:  # not glibc: nothing to set
-        return
+        pass
+    return restore
 
 
 def make_trainer(plan: Plan, device: str) -> GroupTrainer:

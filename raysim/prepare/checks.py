@@ -57,6 +57,8 @@ def check_resources(config: Config) -> None:
             f"resources.gpus: the run requests {requested_gpus:g} GPUs in total{each}, but this "
             f"machine has {n_gpus}; set resources.gpus=0, or set resources.address to use a cluster"
         )
+    if not on_ray and resources.server_on_gpu and not n_gpus:
+        raise ConfigError("resources.server_gpus: this machine has no GPU; leave the key out")
     requested_cores = resources.actors * resources.cpus
     if on_ray and (resources.cpus > n_cores or requested_cores > MAX_ACTORS_PER_CORE * n_cores):
         raise ConfigError(

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from raysim.config import explain, loading, tracking_uri
 from raysim.config.references import reading_once
 from raysim.config.schema import Config
@@ -21,6 +23,7 @@ from raysim.engine import early_stop, probes
 from raysim.engine.plan import Plan, measures_clients
 from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import sample_outputs
+from raysim.models.checks.deterministic_layers import check_deterministic_layers
 from raysim.prepare import checks, file_digests, rule_checks
 from raysim.prepare.absolute_paths import with_absolute_paths, with_run_folder
 from raysim.prepare.dry_run import client_rule, learning_task, server_rule
@@ -218,7 +221,7 @@ def record_files(config: Config, dataset: Dataset) -> Config:
 
 
 def try_rules(plan: Plan, config: Config) -> None:
-    """Run users' rules on a few clients, and their loss and metrics on a few examples.
+    """Run users' rules on a few clients, and their net, loss and metrics on a few examples.
 
     Args:
         plan: the plan of the run.
@@ -226,8 +229,12 @@ def try_rules(plan: Plan, config: Config) -> None:
 
     Raises:
         ConfigError: a rule fails, or computes different values in loop and vmap mode; or a rule, a
-            loss or a metric draws from a global random generator.
+            loss or a metric draws from a global random generator; or a layer has no deterministic
+            kernel on this machine's GPU.
     """
+    resources = plan.config.resources
+    if resources.gpus and resources.deterministic and torch.cuda.is_available():
+        check_deterministic_layers(plan.net, plan.model("cuda:0"))
     learning_task.dry_run_task(plan)
     client_key = f"{config.section_of_rule('client')}.name"
     server_key = f"{config.section_of_rule('server')}.name"

@@ -116,7 +116,7 @@ def bundles_of(config: Config) -> list[dict[str, float]]:
     if r.executor == "inline":
         return [{"CPU": r.threads, **({"GPU": r.gpus} if r.gpus else {})}]
     actor = {kind: share for kind, share in (("CPU", r.cpus), ("GPU", r.gpus)) if share}
-    server = {"GPU": r.server_gpus} if r.server_gpus else {}
+    server = {"GPU": r.server_share} if r.server_share else {}
     return [{}, *filter(None, [actor] * r.actors), *filter(None, [server] * 2)]
 
 

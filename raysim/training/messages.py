@@ -36,6 +36,18 @@ class Broadcast:
         """Number of bytes that a client receives."""
         return self.buffers.nbytes + sum(tensor.nbytes for tensor in self.shared.values())
 
+    def to(self, device: str, copy: bool = False) -> Broadcast:
+        """Return this version on a device.
+
+        Args:
+            device: the device, with its number if it is a GPU, such as "cuda:0".
+            copy: whether all tensors are copied, even if they are there already.
+        """
+        if not copy and str(self.buffers.device) == device:
+            return self
+        shared = {key: tensor.to(device, copy=copy) for key, tensor in self.shared.items()}
+        return Broadcast(shared, self.buffers.to(device, copy=copy))
+
 
 @dataclass(frozen=True)
 class EvaluationParts:

@@ -501,6 +501,21 @@ def test_what_does_not_touch_the_result_does_not_touch_the_fingerprint(small, tm
     assert {fingerprint(small, one) for one in same} == {first} == {fingerprint(small, *same)}
 
 
+def test_the_kinds_of_devices_are_part_of_the_fingerprint(small):
+    def devices(**resources: Any) -> str:
+        return explain.validate({**small, "resources": resources}).fingerprint
+
+    cpu = devices(executor="inline")
+    gpu = devices(executor="inline", gpus=1)
+    assert cpu == devices(deterministic=False) == devices(server_gpus=0)
+    # The server computes where clients do, inline as on actors that fill the card.
+    assert gpu == devices(gpus=0.5, actors=2) == devices(gpus=0.25, server_gpus=0.5)
+    on_cpu = devices(gpus=1, server_gpus=0)
+    assert on_cpu == devices(executor="inline", gpus=1, server_gpus=0)
+    other_kernels = devices(gpus=1, deterministic=False)
+    assert len({cpu, gpu, on_cpu, other_kernels}) == 4
+
+
 def test_what_touches_the_result_touches_the_fingerprint(small):
     small["partition"] = {"name": "dirichlet", "clients": 20, "alpha": 0.5}
     changes = [

@@ -59,6 +59,8 @@ ENOUGH = [
     ({"actors": 2, "gpus": 0.5, "server_gpus": 0.5}, [(4, 2)]),
     ({"actors": 1, "server_node": "host1"}, [(4, 0), (0, 0)]),
     ({"actors": 1, "server_gpus": 2}, [(4, 2), (4, 2), (1, 0)]),
+    ({"actors": 2, "gpus": 0.5, "server_node": "node1"}, [(4, 0), (4, 1)]),  # the card is full
+    ({"actors": 2, "gpus": 1, "server_gpus": 0, "server_node": "node0"}, [(4, 0), (4, 2)]),
 ]
 
 
@@ -95,6 +97,11 @@ TOO_LITTLE = [
         {"actors": 1, "server_gpus": 1, "server_node": "node1"},
         [(4, 2), (4, 0)],
         "resources.server_gpus: node 'node1' does not offer 1 GPUs; lower it",
+    ),
+    (
+        {"actors": 2, "gpus": 0.5, "server_node": "node0"},
+        [(4, 0), (4, 1)],
+        "resources.server_node: node 'node0' has no GPU, and the server computes on one as the clients do",
     ),
     (
         {"actors": 1, "server_node": "nod1"},
@@ -148,6 +155,22 @@ def test_it_is_said_before_an_actor_starts(local_ray, base, monkeypatch, given, 
     with pytest.raises(ConfigError, match=said):
         executor.open(plan)
     executor.close()
+
+
+def test_the_server_starts_where_it_finds_its_device(monkeypatch):
+    """Ray is told the node: it does not know that an actor without a share needs a GPU."""
+    pool = RayExecutor(lambda text: None).pool
+    nodes = cluster((4, 0), (4, 1))
+    monkeypatch.setattr("raysim.distributed.worker_pool.nodes.alive_nodes", lambda: nodes)
+    pool.server_node = nodes[0].id
+    for given, expected in (
+        ({"gpus": 0.5}, nodes[1].id),
+        ({"gpus": 0.5, "server_gpus": 0}, nodes[0].id),
+        ({"gpus": 0.5, "server_gpus": 0.25}, None),  # Ray finds the share
+        ({}, nodes[0].id),
+    ):
+        pool.resources = resources(**given)
+        assert pool._node_for_server() == expected
 
 
 def test_gpus_that_nobody_will_use():

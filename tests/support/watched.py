@@ -49,7 +49,7 @@ class Watched(Inline):
         return after
 
     def _remember(self) -> None:
-        self.xs.append(self.server.state["x"].clone().numpy())
-        self.statistics.append(self.server.buffers.clone().numpy())
+        self.xs.append(self.server.state["x"].cpu().clone().numpy())
+        self.statistics.append(self.server.buffers.cpu().clone().numpy())
         if self.keeps_states:
             self.states.append(self.server.snapshot())

@@ -33,8 +33,12 @@ class Resources(Section):
     """CPUs of each ClientActor."""
     gpus: float = Field(default=0, ge=0)
     """GPUs of each ClientActor: a share of one, or a whole number."""
-    server_gpus: float = Field(default=0, ge=0)
-    """GPUs of the server and of the evaluator, each; 0: they use CPUs."""
+    server_gpus: float | None = Field(default=None, ge=0)
+    """GPUs reserved for the server and for the evaluator, each. null: they compute on a GPU if
+    clients do, beside them and without a share of their own; 0: they compute on CPUs."""
+    deterministic: bool = True
+    """On GPUs, use deterministic kernels only, so that a repeated run gives the same bits. false
+    also allows layers that have no such kernel; the bits of a repeated run may differ."""
     threads: int = Field(default=1, ge=1, le=1024)
     """Threads of each ClientActor. Another number may give other bits."""
     server_threads: int | None = Field(default=None, ge=1, le=1024)
@@ -54,12 +58,22 @@ class Resources(Section):
 
     @field_validator("gpus", "server_gpus")
     @classmethod
-    def _a_share_or_whole_ones(cls, value: float) -> float:
-        if value > 1 and value != int(value):
+    def _a_share_or_whole_ones(cls, value: float | None) -> float | None:
+        if value is not None and value > 1 and value != int(value):
             raise ValueError(
                 "neither a share of one GPU nor whole ones; take 1 or less, or a whole number"
             )
         return value
+
+    @property
+    def server_on_gpu(self) -> bool:
+        """Whether the server and the evaluator compute on a GPU."""
+        return bool(self.gpus if self.server_gpus is None else self.server_gpus)
+
+    @property
+    def server_share(self) -> float:
+        """GPUs that Ray reserves for the server, and as many for the evaluator."""
+        return self.server_gpus or 0.0
 
 
 def cluster_address(address: str | None) -> str | None:

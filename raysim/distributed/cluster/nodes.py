@@ -357,6 +357,15 @@ class Node:
             return min(by_cpus, whole_gpus * floor(1 / gpus + SHARE_TOLERANCE))
         return min(by_cpus, floor(whole_gpus / gpus))
 
+    def can_serve(self, resources: Resources) -> bool:
+        """Return whether the server may run on this node.
+
+        Args:
+            resources: the resources that the configuration asks for.
+        """
+        has_gpu = self.offers.get("GPU", 0) > 0
+        return self.room(0, resources.server_share) > 0 and (has_gpu or not resources.server_on_gpu)
+
 
 def alive_nodes() -> list[Node]:
     """Return the living nodes of the cluster, each with a unique first name."""
@@ -402,7 +411,7 @@ def _check_totals(resources: Resources, nodes: list[Node]) -> None:
     for kind, wanted in (
         ("CPU", resources.actors * resources.cpus),
         # Twice, for the server and the evaluator.
-        ("GPU", resources.actors * resources.gpus + 2 * resources.server_gpus),
+        ("GPU", resources.actors * resources.gpus + 2 * resources.server_share),
     ):
         available = sum(node.offers.get(kind, 0) for node in nodes)
         if wanted > available + SHARE_TOLERANCE:
@@ -418,10 +427,16 @@ def _check_server_gpus(resources: Resources, nodes: list[Node]) -> None:
     if resources.server_node is not None:
         candidates = [find_node(resources.server_node, nodes)]
         no_offer = f"node '{resources.server_node}' does not offer"
-    if not any(node.room(0, resources.server_gpus) for node in candidates):
+    if any(node.can_serve(resources) for node in candidates):
+        return
+    if not resources.server_share:
         raise ConfigError(
-            f"resources.server_gpus: {no_offer} {resources.server_gpus:g} GPUs; lower it"
+            f"resources.server_node: node '{resources.server_node}' has no GPU, and the server "
+            "computes on one as the clients do; choose another node, or set resources.server_gpus=0"
         )
+    raise ConfigError(
+        f"resources.server_gpus: {no_offer} {resources.server_share:g} GPUs; lower it"
+    )
 
 
 def find_node(name: str, nodes: list[Node]) -> Node:
@@ -464,7 +479,7 @@ def idle_gpus(resources: Resources, nodes: list[Node]) -> int:
         used = ceil(resources.actors / floor(1 / resources.gpus + SHARE_TOLERANCE))
     else:
         used = ceil(resources.actors * resources.gpus)
-    return whole - used - ceil(2 * resources.server_gpus)
+    return whole - used - ceil(2 * resources.server_share)
 
 
 def _offers(nodes: Iterable[Node]) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from raysim.errors import ContractError, RaysimError, in_a_line
 from raysim.rules.rule import Rule
+from raysim.system.deterministic_kernels import operation_without_kernel
 from raysim.system.signals import reraise_stop
 
 PACKAGE_FOLDER = f"{Path(__file__).parents[2]}{os.sep}"
@@ -113,6 +114,9 @@ def described(error: BaseException) -> str:
             if part in message:
                 message, advice = f"{meaning} under vmap", f"; {write}"
                 break
+    if operation := operation_without_kernel(error):
+        message = f"{operation} has no deterministic kernel on a GPU"
+        advice = "; use another layer or function, or set resources.deterministic=false"
     places = ", ".join(filter(None, (_method(error, ["sends"]), place_of_error(error))))
     advice = advice or _way_out(error)
     return f"{message} ({places}){advice}" if places else message + advice

@@ -1,0 +1,69 @@
+"""Whether a net can be trained with deterministic kernels on a GPU, tried on that GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raysim.errors import ConfigError
+from raysim.models.checks.against_pytorch import EXAMPLES
+from raysim.models.comparison import layer_names, original_copy
+from raysim.models.flat import Model
+from raysim.system.deterministic_kernels import operation_without_kernel, use_deterministic_kernels
+
+LayerInputs = dict[nn.Module, tuple[Any, ...]]
+"""Arguments of the first call of each layer that has no layers of its own."""
+
+
+@torch.enable_grad()
+def check_deterministic_layers(net: nn.Module, model: Model) -> None:
+    """Run a net forward and backward with deterministic kernels only.
+
+    Args:
+        net: the net as the user wrote it; not changed.
+        model: the net as raysim reads it, on the device of the run.
+
+    Raises:
+        ConfigError: a layer has no deterministic kernel on that device; the message names it.
+    """
+    original = original_copy(net, model.dtype, model.device).train()
+    inputs: LayerInputs = {}
+    for layer in original.modules():
+        if not list(layer.children()):
+            layer.register_forward_pre_hook(
+                lambda layer, arguments: inputs.setdefault(layer, arguments) and None
+            )
+    restore = use_deterministic_kernels()
+    try:
+        outputs = original(model.examples(EXAMPLES)[0])
+        (outputs if isinstance(outputs, Tensor) else outputs[0]).sum().backward()
+    except RuntimeError as error:
+        operation = operation_without_kernel(error)
+        if not operation:
+            return  # an error that training will show
+        names = layer_names(original)
+        layer = next((layer for layer in inputs if _is_refused(layer, inputs[layer])), None)
+        place = "a function in forward" if layer is None else f"layer {names[layer]}"
+        raise ConfigError(
+            f"{model.label}: {place} has no deterministic kernel on this GPU ({operation}), so the "
+            "bits of a repeated run would differ; use another layer, or set "
+            "resources.deterministic=false to accept that"
+        ) from None
+    finally:
+        restore()
+
+
+def _is_refused(layer: nn.Module, arguments: tuple[Any, ...]) -> bool:
+    """Return whether a layer alone, forward or backward, has no deterministic kernel."""
+    own: list[Any] = []
+    for argument in arguments:
+        is_differentiable = isinstance(argument, Tensor) and argument.is_floating_point()
+        own.append(argument.detach().requires_grad_() if is_differentiable else argument)
+    try:
+        outputs = layer(*own)
+        (outputs if isinstance(outputs, Tensor) else outputs[0]).sum().backward()
+    except RuntimeError as error:
+        return bool(operation_without_kernel(error))
+    return False

@@ -1,0 +1,55 @@
+"""Deterministic kernels on a GPU, with which a repeated computation gives the same bits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.utils.deterministic
+
+REFUSAL = "does not have a deterministic implementation"
+"""What PyTorch says of an operation that has no deterministic kernel."""
+
+
+def use_deterministic_kernels() -> Callable[[], None]:
+    """Let PyTorch use deterministic kernels only; an operation without one raises RuntimeError.
+
+    Without this cuDNN takes kernels whose sums depend on the order in which threads end, so that a
+    net with convolutions gives other bits each time.
+
+    Returns:
+        A function that restores what was set before.
+    """
+    cudnn = torch.backends.cudnn
+    algorithms = torch.are_deterministic_algorithms_enabled()
+    kernels, searches = cudnn.deterministic, cudnn.benchmark
+    filling = torch.utils.deterministic
+    fills_memory = filling.fill_uninitialized_memory  # pyright: ignore
+    # cuBLAS reads it when it computes for the first time in this process.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    # It would fill each new tensor with NaN, which costs up to 9 % of a round.
+    filling.fill_uninitialized_memory = False  # pyright: ignore
+
+    def restore() -> None:
+        torch.use_deterministic_algorithms(algorithms)
+        torch.backends.cudnn.deterministic = kernels
+        torch.backends.cudnn.benchmark = searches
+        filling.fill_uninitialized_memory = fills_memory  # pyright: ignore
+
+    return restore
+
+
+def operation_without_kernel(error: BaseException) -> str:
+    """Return the operation that PyTorch refused for lack of a deterministic kernel, else "".
+
+    Args:
+        error: an error of a computation.
+    """
+    text = str(error)
+    if not isinstance(error, RuntimeError) or REFUSAL not in text:
+        return ""
+    return text.partition(REFUSAL)[0].split()[-1]

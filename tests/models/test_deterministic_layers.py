@@ -1,0 +1,111 @@
+"""A layer without a deterministic kernel is named before a run, and in the error of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raysim.config.explain import checked_section
+from raysim.config.sections.execution import Resources
+from raysim.engine.process_setup import configure_process
+from raysim.errors import ConfigError
+from raysim.models.checks.deterministic_layers import check_deterministic_layers
+from raysim.prepare.resolve import prepare
+from raysim.rules.errors.user_code import described
+
+SAID_BY_TORCH = (
+    "pool_backward_cuda does not have a deterministic implementation, but you set "
+    "'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this "
+    "operation, or you can use the 'warn_only=True' option."
+)
+
+
+def refuse() -> None:
+    """Fail as a kernel of CUDA does, which looks at this setting."""
+    if torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError(SAID_BY_TORCH)
+
+
+class Forward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        refuse()
+        return x
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        refuse()
+        return gradient
+
+
+class Backward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Backward.apply(x)  # type: ignore[return-value]
+
+
+class OfAFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Backward.apply(self.layer(x))  # type: ignore[return-value]
+
+
+def check(*layers: nn.Module) -> None:
+    plan = prepare("quickstart")
+    n_inputs = int(torch.tensor(plan.dataset.shape).prod())
+    net = nn.Sequential(nn.Flatten(), nn.Linear(n_inputs, 4), *layers, nn.Linear(4, 10))
+    check_deterministic_layers(net, plan.model())
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        (Forward(), r"layer 3 \(Forward\)"),
+        (Backward(), r"layer 3 \(Backward\)"),
+        (OfAFunction(), "a function in forward"),
+    ],
+)
+def test_the_layer_is_named(layer, named):
+    with pytest.raises(
+        ConfigError, match=rf"{named} has no deterministic kernel.*determinis.*=fal"
+    ):
+        check(nn.ReLU(), layer)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_net_whose_layers_all_have_one_passes():
+    check(nn.ReLU(), nn.LayerNorm(4))
+
+
+def test_an_error_in_training_names_the_key():
+    said = described(RuntimeError(SAID_BY_TORCH))
+    assert said.startswith("pool_backward_cuda has no deterministic kernel on a GPU")
+    assert "resources.deterministic=false" in said and "warn_only" not in said
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_process_on_a_gpu_takes_deterministic_kernels_and_restores_the_rest(
+    on_gpu, deterministic, monkeypatch
+):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # is restored
+    threads = torch.get_num_threads()
+    given = {"threads": threads + 1, "deterministic": deterministic}
+    restore = configure_process(checked_section(Resources, given), on_gpu)
+    expected = on_gpu and deterministic
+    assert torch.are_deterministic_algorithms_enabled() == expected
+    assert torch.backends.cudnn.deterministic == expected
+    assert not torch.backends.cudnn.benchmark and not torch.backends.cudnn.allow_tf32
+    assert torch.get_num_threads() == threads + 1
+    restore()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.deterministic
+    assert torch.get_num_threads() == threads
