@@ -44,10 +44,20 @@ def generator(seed: int, stream: str, *place: int) -> Generator:
     Returns:
         A new generator at the start of its sequence.
     """
-    name = f"{seed}/{stream}/" + "/".join(map(str, place))
-    words = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), dtype=np.uint64)
-    key: Any = _Key(words)
+    key: Any = _Key(key_words(seed, stream, *place))
     return Generator(Philox(key))
+
+
+def key_words(seed: int, stream: str, *place: int) -> np.ndarray:
+    """Return the key of the generator of one stream at one place, [2] words of 64 bits.
+
+    Args:
+        seed: seed of the run.
+        stream: the purpose, as in `generator`.
+        place: integers that identify the place of use.
+    """
+    name = f"{seed}/{stream}/" + "/".join(map(str, place))
+    return np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), dtype=np.uint64)
 
 
 class KeyedStream:

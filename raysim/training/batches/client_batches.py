@@ -20,10 +20,11 @@ from raysim.data import Examples
 from raysim.data.examples import NUMBERS_PER_AUGMENTATION
 from raysim.models.flat import Model
 from raysim.numerics.inner_products import ROW_ALIGNMENT
-from raysim.randomness import generator
+from raysim.randomness import generator, key_words
 from raysim.rules.batch import Batch
 from raysim.training.batches.batch_layouts import PaddedBatch, PooledBatch
 from raysim.training.batches.batch_order import batch_positions, batch_slice, batches_per_pass
+from raysim.training.batches.dropout_numbers import DropoutNumbers, HostNumbers, device_numbers
 from raysim.training.messages import ClientTask
 
 PREFETCH_EXAMPLES = 1024
@@ -36,7 +37,7 @@ class RandomStreams:
 
     augment: np.random.Generator | None
     """Crops and flips of the images."""
-    dropout: np.random.Generator | None
+    dropout: DropoutNumbers | None
     """Dropout masks."""
     private_noise: np.random.Generator | None
     """Noise of private steps."""
@@ -173,11 +174,13 @@ class ClientBatches:
         Yields:
             The batches of the clients that still train.
         """
-        draws = [self.draws(task) for task in tasks]
-        streams = [self.positions(task, indices) for task, indices in zip(tasks, mine, strict=True)]
+        places = [
+            list(self.positions(task, indices)) for task, indices in zip(tasks, mine, strict=True)
+        ]
+        draws = self.draws(tasks, [sum(map(len, batches)) for batches in places])
         for step in range(tasks[0].steps):
             live = sum(task.steps > step for task in tasks)
-            indices = [mine[k][next(streams[k])] for k in range(live)]
+            indices = [mine[k][places[k][step]] for k in range(live)]
             sizes = [len(part) for part in indices]
             x, y = self._padded_examples(indices, draws)
             drops = self._padded_drops(draws[:live], sizes)
@@ -256,13 +259,13 @@ class ClientBatches:
         Returns:
             The examples of all clients, one client after the other.
         """
-        draws = [self.draws(task) for task in tasks]
         # A client without examples makes no step; its batch is empty.
         indices = [
             positions[next(self.positions(task, positions), slice(0))]
             for task, positions in zip(tasks, mine, strict=True)
         ]
         sizes = [len(batch) for batch in indices]
+        draws = self.draws(tasks, sizes)
         x, y = self.images(np.concatenate(indices), _crops(draws, sizes, None))
         masks = [self.masks(d, n) for d, n in zip(draws, sizes, strict=True)]
         drop = tuple(
@@ -290,23 +293,45 @@ class ClientBatches:
             self.needs_two,
         )
 
-    def draws(self, task: ClientTask) -> RandomStreams:
-        """Return the keyed streams of random numbers of a task.
+    def draws(self, tasks: list[ClientTask], examples: list[int]) -> list[RandomStreams]:
+        """Return the keyed streams of random numbers of tasks.
 
         Args:
-            task: the client; its number and base version key the streams.
+            tasks: the clients; their numbers and base versions key the streams.
+            examples: for each task the number of examples in all its batches.
         """
         seed = self.config.seed
         augments = self.examples.pad or self.examples.flip
-        return RandomStreams(
-            generator(seed, "augment", task.base, task.client) if augments else None,
-            generator(seed, "dropout", task.base, task.client) if self.model.dropouts else None,
-            generator(seed, "noise", task.base, task.client) if self.noisy else None,
-            {
-                key: generator(seed, f"client rule noise {key}", task.base, task.client)
-                for key in self.noise_specs
-            },
-        )
+        dropouts = self._dropout_numbers(tasks, examples)
+        streams = []
+        for task, dropout in zip(tasks, dropouts, strict=True):
+            place = task.base, task.client
+            noise = {}
+            for key in self.noise_specs:
+                noise[key] = generator(seed, f"client rule noise {key}", *place)
+            streams.append(
+                RandomStreams(
+                    generator(seed, "augment", *place) if augments else None,
+                    dropout,
+                    generator(seed, "noise", *place) if self.noisy else None,
+                    noise,
+                )
+            )
+        return streams
+
+    def _dropout_numbers(
+        self, tasks: list[ClientTask], examples: list[int]
+    ) -> Sequence[DropoutNumbers | None]:
+        """Return the numbers of the dropout masks of each task; None without dropout."""
+        if not self.model.dropouts:
+            return [None] * len(tasks)
+        places = [("dropout", task.base, task.client) for task in tasks]
+        seed, device = self.config.seed, self.model.device
+        if device.type == "cpu":
+            return [HostNumbers(generator(seed, *place)) for place in places]
+        of_example = self.sets * sum(math.prod(shape) for shape, _ in self.model.dropouts)
+        keys = [key_words(seed, *place) for place in places]
+        return device_numbers(keys, [n * of_example for n in examples], device)
 
     @property
     def noisy(self) -> bool:
@@ -363,17 +388,19 @@ class ClientBatches:
         Returns:
             The masks [n, ...] of all layers, for each independent set; () without dropout.
         """
-        rng = draws.dropout
-        if rng is None:
+        numbers = draws.dropout
+        if numbers is None:
             return ()
         sets = []
         for _ in range(self.sets):
             masks = []
             for shape, rate in self.model.dropouts:
+                kept = numbers.take(n * math.prod(shape)).view(n, *shape) >= rate
                 # The limit avoids 0 / 0 at rate 1.
-                kept = (rng.random((n, *shape), dtype=np.float32) >= rate) / max(1 - rate, 1e-30)
-                kept = _padded_rows(kept, width)
-                masks.append(torch.from_numpy(kept).to(self.model.device, self.model.dtype))
+                mask = kept.to(self.model.dtype) * (1 / max(1 - rate, 1e-30))
+                if width is not None and width > n:
+                    mask = torch.cat([mask, mask.new_zeros(width - n, *shape)])
+                masks.append(mask)
             sets.append(tuple(masks))
         return tuple(sets)
 
@@ -396,11 +423,12 @@ class PrefetchedBatches:
             mine: [n] for each client, positions of its examples.
         """
         self.client_batches = client_batches
-        self.draws = [client_batches.draws(task) for task in tasks]
         by_task = [
             [positions[batch] for batch in client_batches.positions(task, positions)]
             for task, positions in zip(tasks, mine, strict=True)
         ]
+        examples = [sum(map(len, batches)) for batches in by_task]
+        self.draws = client_batches.draws(tasks, examples)
         self.indices = [indices for batches in by_task for indices in batches]
         """Positions in the training set, for each batch of all tasks."""
         self.owners = [k for k, batches in enumerate(by_task) for _ in batches]
