@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from support.cuda_graphs import again
 from torch.utils._pytree import tree_leaves
 
-from raysim.planning import doctor
+from raysim.planning import doctor, execution_modes
 from raysim.planning.execution_modes import GRAPHS, MODES, VMAP, Comparison, compare_modes
 from raysim.training.trainers.cuda_graphs import CudaGraphCache
 from raysim.training.trainers.vmap import VmapTrainer
@@ -63,6 +64,23 @@ def test_other_bits_are_found(stand_in):
     comparison = compare_modes(gpus=0, rounds=1)
     assert comparison.recorded and not comparison.graphs_equal and not comparison.agrees
     assert "OTHER BITS" in str(comparison) and "report" in comparison.advice
+
+
+def test_runs_that_do_not_repeat_are_found(monkeypatch):
+    """As on a GPU whose kernels add in another order each time."""
+    train, count = execution_modes._train, itertools.count()
+
+    def unsteady(settings: Any, gpus: float, rounds: int) -> Any:
+        params, *others = train(settings, gpus, rounds)
+        if "model" in settings:
+            params = params * (1 + 1e-7 * next(count))
+        return params, *others
+
+    assert compare_modes(gpus=0, rounds=1).repeats
+    monkeypatch.setattr(execution_modes, "_train", unsteady)
+    comparison = compare_modes(gpus=0, rounds=1)
+    assert not comparison.repeats and not comparison.agrees
+    assert "a repeated run gives OTHER BITS" in str(comparison)
 
 
 def test_steps_that_cannot_be_recorded(stand_in, caplog):
