@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field, TypeAdapter, create_model
+from pydantic import BaseModel, Field, TypeAdapter, create_model
 
 from raysim.cli.pages.keys import keys_of
 from raysim.config import entry_points
+from raysim.config.sections.base import Named, Section
 from raysim.prepare.early_validation import DEFAULTS_ELSEWHERE
 
 JsonSchema = dict[str, Any]
@@ -63,7 +64,7 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     from raysim.rules.upload_stages import STAGES
     from raysim.sweeps.definition import SweepSettings
 
-    schema = Config.model_json_schema()
+    schema = _section_schema(Config)
     definitions: dict[str, JsonSchema] = schema["$defs"]
     sections: dict[str, JsonSchema] = schema["properties"]
 
@@ -116,7 +117,7 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
             "anyOf": [stage_reference, {"type": "array", "items": stage_reference}],
         }
 
-    settings = SweepSettings.model_json_schema()
+    settings = _section_schema(SweepSettings)
     definitions |= settings["$defs"]
     sections["sweep"] = {
         "type": ["object", "array"],
@@ -132,6 +133,26 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
         "$defs": definitions,
     }
     return _without_noise(whole)
+
+
+def _section_schema(section: type[BaseModel]) -> JsonSchema:
+    """Return the schema of a section and of those in it, with what their keys mean.
+
+    Pydantic could read the docstrings itself, but in each process that imports a section: that
+    takes longer than everything else of the import.
+    """
+    schema = section.model_json_schema()
+    nodes = {section.__name__: schema, **schema["$defs"]}
+    sections = [Section, Named]
+    for base in sections:
+        sections += base.__subclasses__()  # the list grows by the subclasses of subclasses
+    for described in sections:
+        properties = nodes.get(described.__name__, {}).get("properties", {})
+        for key in keys_of(described):
+            if key.meaning and key.name in properties:
+                with_meaning = {"description": key.meaning, **properties[key.name]}
+                properties[key.name] = dict(sorted(with_meaning.items()))
+    return schema
 
 
 def _installed(group: entry_points.EntryPointGroup) -> list[JsonSchema]:

@@ -86,7 +86,6 @@ class Section(BaseModel):
         frozen=True,
         allow_inf_nan=False,
         protected_namespaces=(),
-        use_attribute_docstrings=True,
     )
 
 
