@@ -44,14 +44,15 @@ def test_a_method_costs_its_file_only():
             code = line.split("  #")[0]
             if quoted.search(code) or compared.search(code) or imported.search(code):
                 found.append(f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}")
-    assert not found, "\n".join(found)
+    assert not found, "the name of a method (or of its rule's class) is in\n" + "\n".join(found)
 
 
 def test_a_method_file_says_what_it_keeps_sends_and_where_it_is_from():
     for name, algorithm in contract.ALGORITHMS.items():
-        assert re.search(r"(19|20)\d\d", algorithm.paper), name
-        assert algorithm.state.startswith("server ") and ", client " in algorithm.state, name
-        assert algorithm.traffic.startswith("down ") and ", up " in algorithm.traffic, name
+        declared = f'{name}: Algorithm(…, "Author 2023", state="server P, client 0")'
+        assert re.search(r"(19|20)\d\d", algorithm.paper), declared
+        assert re.match("server .*, client ", algorithm.state), declared
+        assert re.match("down .*, up ", algorithm.traffic), f'{name}: traffic="down P, up P"'
     for cls in {*contract.CLIENT_RULES.values(), *contract.SERVER_RULES.values()}:
         assert cls.__doc__ and cls.__doc__.strip().endswith("."), cls
 
