@@ -36,7 +36,7 @@ from raysim.engine.plan import Plan
 from raysim.prepare.resolve import prepare
 from raysim.runs import git
 from raysim.tracking import mlflow_client
-from raysim.tracking import tracker as tracking
+from raysim.tracking import spool_sender as tracking
 
 torch.set_num_threads(1)
 leave_out_syncs()

@@ -31,7 +31,8 @@ from raysim.sweeps.trial import labels_of
 from raysim.system import files, output, processes
 from raysim.system.signals import stoppable
 from raysim.tracking.recorder import Recorder
-from raysim.tracking.tracker import Tracker, Writer
+from raysim.tracking.spool_sender import Writer
+from raysim.tracking.tracker import Tracker
 
 logger = logging.getLogger("raysim")
 

@@ -15,7 +15,7 @@ from raysim.tracking.mlflow_client import brief
 from raysim.tracking.mlflow_run import FileRefused, RunClient, RunDeleted
 from raysim.tracking.recorder import Clock, legal
 from raysim.tracking.spool import SPOOL_FILE, Spool
-from raysim.tracking.tracker import advance, new_run_option, send_postponed
+from raysim.tracking.spool_sender import advance, new_run_option, send_postponed
 
 
 def replay_spool(run_dir: Path, to_a_new_run: bool = False) -> int:

@@ -6,7 +6,7 @@ a few microseconds per record:
     spool.jsonl   all records in order, one line of JSON each; append-only
     spool.sent    number of acknowledged records, the run that received them, and postponed files
 
-The sender (`raysim.tracking.tracker`) reads the spool in the same process or in another one.
+The sender (`raysim.tracking.spool_sender`) reads the spool in the same process or in another one.
 Further trackers (`raysim.tracking.followers`) read it too, each with a mark of its own.
 """
 

@@ -24,8 +24,9 @@ from raysim.errors import ConfigError
 from raysim.prepare.resolve import read_run_config
 from raysim.runs.resume import reopen
 from raysim.tracking import mlflow_client
-from raysim.tracking import tracker as tracking
+from raysim.tracking import spool_sender as tracking
 from raysim.tracking.late_sending import replay_spool
+from raysim.tracking.tracker import Tracker
 
 SECRETS = ("pass1", "pass2", "t0ken")
 
@@ -142,7 +143,7 @@ def test_a_folder_holds_no_secret_and_is_its_owners(base, tmp_path, monkeypatch)
         replay_spool(run_dir)
     plan, *_ = reopen(run_dir, {"rounds": 2})
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD"):
-        tracking.Tracker(plan.config.tracking, tmp_path / "other")
+        Tracker(plan.config.tracking, tmp_path / "other")
     plan, *_ = reopen(run_dir, {"rounds": 2, "tracking.uri": address})
     assert plan.config.tracking.uri == address
 

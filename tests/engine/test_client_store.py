@@ -29,7 +29,7 @@ from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
 from raysim.runs.result import RunResult
 from raysim.runs.resume import reopen, resume
-from raysim.tracking import tracker as tracking
+from raysim.tracking import spool_sender as tracking
 
 N = 6
 

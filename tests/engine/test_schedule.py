@@ -43,7 +43,7 @@ from raysim.runs.resume import resume
 from raysim.schedule.client_times import ClientTimes
 from raysim.schedule.stragglers import Stragglers
 from raysim.server.central_server import RoundCohort
-from raysim.tracking import tracker as tracking
+from raysim.tracking import spool_sender as tracking
 from raysim.training.batches.batch_order import local_steps
 from raysim.training.messages import Block, ClientTask
 

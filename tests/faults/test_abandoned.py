@@ -23,8 +23,8 @@ from raysim.planning import doctor
 from raysim.reports.runs import finished_runs
 from raysim.system import lock
 from raysim.tracking import abandoned
-from raysim.tracking import tracker as tracking
 from raysim.tracking.recorder import Clock
+from raysim.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.ray
 
@@ -36,11 +36,12 @@ DYING = """
     from raysim.system import lock
     from raysim.config.sections.storage import Tracking
     from raysim.tracking import abandoned
-    from raysim.tracking import tracker as tracking
+    from raysim.tracking import spool_sender as tracking
+    from raysim.tracking.tracker import Tracker
     folder = Path(sys.argv[3])
     folder.mkdir(parents=True)
     with lock.alone(folder):
-        tracker = tracking.Tracker(Tracking(uri=sys.argv[1], experiment=sys.argv[2]), folder)
+        tracker = Tracker(Tracking(uri=sys.argv[1], experiment=sys.argv[2]), folder)
         tracker.start("run", {}, {"run_dir": str(folder)})
         for t in range(3):
             tracker.metrics({"accuracy": t / 3}, t)
@@ -137,14 +138,14 @@ def test_times_in_mlflow_go_on_evenly_when_the_clock_jumps(uri, tmp_path, monkey
     monkeypatch.setattr(time, "time_ns", lambda: wall() + shift[0] * 10**9)
     settings = Tracking(uri=uri, experiment=tmp_path.name)
     began = wall() // 1_000_000
-    tracker = tracking.Tracker(settings, tmp_path / "run")
+    tracker = Tracker(settings, tmp_path / "run")
     run_id = tracker.start("run", {}, {})
     for t in range(4):
         tracker.metrics({"loss": 1.0}, t)
         shift[0] = jump
     tracker.finish("KILLED")
     shift[0] = -HOURS
-    again = tracking.Tracker(settings, tmp_path / "run")
+    again = Tracker(settings, tmp_path / "run")
     again.start("run", {}, {}, run_id=run_id)
     again.metrics({"loss": 1.0}, 4)
     again.finish("FINISHED")

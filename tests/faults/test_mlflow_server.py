@@ -13,7 +13,7 @@ from support.processes import basic, client_of, each_step_once, run_in, until
 from support.programs import program
 
 import raysim
-from raysim.tracking import tracker as tracking
+from raysim.tracking import spool_sender as tracking
 
 pytestmark = pytest.mark.ray
 

@@ -29,8 +29,9 @@ from raysim.reports.table_columns import ResultsTable
 from raysim.reports.table_row import Figure
 from raysim.reports.tracked import TrackedRun
 from raysim.tracking import mlflow_client
-from raysim.tracking import tracker as tracking
+from raysim.tracking import spool_sender as tracking
 from raysim.tracking.recorder import Recorder
+from raysim.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.usefixtures("pictures")
 
@@ -544,7 +545,7 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
 
 def test_what_runs_spent_comes_from_their_metrics(tmp_path: Path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    one = tracking.Tracker(Tracking(uri=uri, experiment="spent"), tmp_path / "run")
+    one = Tracker(Tracking(uri=uri, experiment="spent"), tmp_path / "run")
     one.start("one", {"local": {"lr": 0.1}}, {})
     one.metrics({"accuracy": 0.1, "virtual_time": 0.0}, 0)
     for t in (1, 2):
@@ -567,7 +568,7 @@ def test_what_runs_spent_comes_from_their_metrics(tmp_path: Path):
 
 def test_a_count_that_was_not_logged_is_zero(tmp_path: Path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    one = tracking.Tracker(Tracking(uri=uri, experiment="counts"), tmp_path / "counts")
+    one = Tracker(Tracking(uri=uri, experiment="counts"), tmp_path / "counts")
     one.start("counts", {"local": {"lr": 0.1}}, {})
     for t in (1, 2):
         one.metrics({"clients/used": 3.0}, t)
@@ -579,7 +580,7 @@ def test_a_count_that_was_not_logged_is_zero(tmp_path: Path):
 def test_what_was_infinite_comes_back_as_that(tmp_path: Path):
     """MLflow keeps the largest double in its place."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    one = tracking.Tracker(Tracking(uri=uri, experiment="far"), tmp_path / "run")
+    one = Tracker(Tracking(uri=uri, experiment="far"), tmp_path / "run")
     one.start("one", {"local": {"lr": 0.1}}, {})
     for t, loss in enumerate((2.0, math.inf, math.nan, 1e300)):
         one.metrics({"loss": loss}, t)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from raysim import cli
-from raysim.tracking import tracker as tracking
+from raysim.tracking import spool_sender as tracking
 
 
 @dataclass

@@ -13,6 +13,7 @@ import pytest
 from support.sweeps import SMALL
 
 import raysim
+from raysim.config.tracking_uri import absolute_uri
 from raysim.errors import RaysimError
 from raysim.prepare import resolve
 from raysim.runs import run as experiment
@@ -22,7 +23,6 @@ from raysim.sweeps.runner import run_sweep
 from raysim.sweeps.summary import SweepResult
 from raysim.sweeps.trial_stopping import WORST_VALUE, EarlyStopping, RungTracker
 from raysim.tracking import mlflow_client
-from raysim.tracking import tracker as tracking
 
 URI = "sqlite:///mlflow.db"
 
@@ -107,7 +107,7 @@ def test_asha_stops_whom_it_must_and_says_so(halving: SweepResult, tmp_path: Pat
         "stopped_early": 6 - ends.count(None),
         "failed": 0,
     }
-    client = mlflow_client.connected(tracking.absolute_uri(URI))
+    client = mlflow_client.connected(absolute_uri(URI))
     for trial, run, end, told in zip(
         halving.sweep.trials, full, ends, halving.as_object()["trials"], strict=True
     ):
@@ -168,7 +168,7 @@ def test_a_stopped_trial_goes_on_to_the_bit(halving: SweepResult, tmp_path: Path
         and after.counts["finished"] == 6
         and "stopped" not in after.table
     )
-    client = mlflow_client.connected(tracking.absolute_uri(URI))
+    client = mlflow_client.connected(absolute_uri(URI))
     told = {each["run_dir"]: each for each in after.as_object()["trials"]}
     for trial, _ in others:
         found = client.get_run(told[str(trial.folder)]["run_id"])
@@ -195,7 +195,7 @@ def test_trials_that_fail_are_tried_again(place: Path, local_ray: None):
     )
     ((ever, why),) = done.failed
     assert "no room today" in why and ever.failures == 1 and (ever.folder / "error.txt").exists()
-    client = mlflow_client.connected(tracking.absolute_uri(URI))
+    client = mlflow_client.connected(absolute_uri(URI))
     for trial, each in zip(planned.trials, done.as_object()["trials"], strict=True):
         found = client.get_run(each["run_id"])
         assert found.data.tags["failed_attempts"] == "1"

@@ -25,6 +25,7 @@ import pytest
 from support.sweeps import SMALL, trained_in_this_process, written
 
 from raysim import cli
+from raysim.config.tracking_uri import absolute_uri
 from raysim.errors import RaysimError
 from raysim.prepare import resolve
 from raysim.runs import run as experiment
@@ -36,10 +37,10 @@ from raysim.sweeps.runner import run_sweep
 from raysim.sweeps.search_space import as_text
 from raysim.sweeps.summary import SweepResult
 from raysim.tracking import mlflow_client
-from raysim.tracking import tracker as tracking
+from raysim.tracking import spool_sender as tracking
 from raysim.tracking.recorder import Recorder
 from raysim.tracking.spool import Spool
-from raysim.tracking.tracker import Writer
+from raysim.tracking.spool_sender import Writer
 
 DEADLY = """
 import os, signal
@@ -87,7 +88,7 @@ def half_way(trial: Trial) -> None:
         if record["round"] == 30:
             raise KeyboardInterrupt
 
-    recorder = Recorder(tracking.absolute_uri("sqlite:///mlflow.db"), "swept", trial.folder)
+    recorder = Recorder(absolute_uri("sqlite:///mlflow.db"), "swept", trial.folder)
     with pytest.raises(KeyboardInterrupt):
         experiment.execute(
             resolve.prepare(trial.config.model_dump(mode="json")),
@@ -122,7 +123,7 @@ def swept(place: Path, local_ray: None) -> SweepResult:
 
 @pytest.fixture
 def mlflow(swept: SweepResult) -> Any:
-    return mlflow_client.connected(tracking.absolute_uri("sqlite:///mlflow.db"))
+    return mlflow_client.connected(absolute_uri("sqlite:///mlflow.db"))
 
 
 def runs_of(mlflow: Any) -> list[Any]:

@@ -14,10 +14,12 @@ from support.processes import until
 
 from raysim.config.sections.storage import Tracking
 from raysim.errors import RaysimError
-from raysim.tracking import tracker as tracking
+from raysim.tracking import spool_sender as tracking
 from raysim.tracking.late_sending import replay_spool
+from raysim.tracking.recorder import Recorder
 from raysim.tracking.spool import Tail
-from raysim.tracking.tracker import Tracker, Writer
+from raysim.tracking.spool_sender import Writer
+from raysim.tracking.tracker import Tracker
 
 
 @pytest.fixture
@@ -95,9 +97,7 @@ def test_metrics_and_status_arrive_whatever_files_do(
 
 def test_files_of_a_sweep_block_no_metrics(settings: Tracking, tmp_path: Path, refused) -> None:
     """The writer sends the records of all trials."""
-    recorders = [
-        tracking.Recorder(settings.uri, settings.experiment, tmp_path / name) for name in "ab"
-    ]
+    recorders = [Recorder(settings.uri, settings.experiment, tmp_path / name) for name in "ab"]
     writer = Writer(settings.uri, settings.experiment)
     for recorder in recorders:
         recorder.start("trial", {}, {})
@@ -182,7 +182,7 @@ def test_a_moved_project_keeps_its_files_together(tmp_path: Path, caplog) -> Non
     first = tracker.start("first", {}, {})
     train(tracker, before / "runs" / "first")
     tracker.finish("FINISHED")
-    unsent = tracking.Recorder(uri, "sweep", before / "runs" / "second")
+    unsent = Recorder(uri, "sweep", before / "runs" / "second")
     unsent.start("second", {}, {})
     train(unsent, before / "runs" / "second")  # pyright: ignore[reportArgumentType]
     unsent.finish("FINISHED")

@@ -16,7 +16,7 @@ import raysim
 from raysim.config.sections.storage import Tracking
 from raysim.errors import RaysimError
 from raysim.tracking import mlflow_client
-from raysim.tracking import tracker as tracking
+from raysim.tracking import spool_sender as tracking
 from raysim.tracking.late_sending import replay_spool
 from raysim.tracking.mlflow_client import brief
 from raysim.tracking.tracker import Tracker

@@ -30,7 +30,7 @@ from raysim.config.tracking_uri import absolute_uri
 from raysim.errors import ConfigError, RaysimError
 from raysim.runs.artifacts.plots import plot_learning_curve
 from raysim.tracking import charts, mlflow_client
-from raysim.tracking import tracker as tracking
+from raysim.tracking import spool_sender as tracking
 from raysim.tracking.late_sending import replay_spool
 from raysim.tracking.recorder import flatten_parameters
 from raysim.tracking.spool import Spool
@@ -285,10 +285,11 @@ def test_crash_before_acknowledgement(settings: Tracking, tmp_path: Path) -> Non
         from pathlib import Path
         from raysim.config.sections.storage import Tracking
         from raysim.tracking import mlflow_client
-        from raysim.tracking import tracker as tracking
+        from raysim.tracking import spool_sender as tracking
+        from raysim.tracking.tracker import Tracker
         from raysim.tracking.spool import Spool
         tracking.FLUSH = 0.05
-        tracker = tracking.Tracker(Tracking(uri=sys.argv[1], experiment=sys.argv[2]), Path(sys.argv[3]))
+        tracker = Tracker(Tracking(uri=sys.argv[1], experiment=sys.argv[2]), Path(sys.argv[3]))
         print(tracker.start("run", {"a": 1}, {}), flush=True)
         for t in range(100):
             tracker.metrics({"loss": float(t)}, t)
