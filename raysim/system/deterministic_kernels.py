@@ -8,6 +8,11 @@ from collections.abc import Callable
 import torch
 import torch.utils.deterministic
 
+from raysim.errors import RaysimError
+
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_SETTING = ":4096:8"
+"""The variable, and its value with which cuBLAS gives the same bits."""
 REFUSAL = "does not have a deterministic implementation"
 """What PyTorch says of an operation that has no deterministic kernel."""
 
@@ -20,14 +25,17 @@ def use_deterministic_kernels() -> Callable[[], None]:
 
     Returns:
         A function that restores what was set before.
+
+    Raises:
+        RaysimError: this process has used cuBLAS before, in a way that cannot be changed any more.
     """
     cudnn = torch.backends.cudnn
     algorithms = torch.are_deterministic_algorithms_enabled()
     kernels, searches = cudnn.deterministic, cudnn.benchmark
     filling = torch.utils.deterministic
     fills_memory = filling.fill_uninitialized_memory  # pyright: ignore
-    # cuBLAS reads it when it computes for the first time in this process.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # PyTorch looks at it when it multiplies on a GPU for the first time in this process.
+    os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_SETTING)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
@@ -40,7 +48,27 @@ def use_deterministic_kernels() -> Callable[[], None]:
         torch.backends.cudnn.benchmark = searches
         filling.fill_uninitialized_memory = fills_memory  # pyright: ignore
 
+    if torch.cuda.is_available() and not _can_multiply():
+        restore()
+        raise RaysimError(
+            f"this process has computed on a GPU before, so that cuBLAS does not notice "
+            f"{CUBLAS_VARIABLE} any more, without which its bits may differ; set "
+            f"{CUBLAS_VARIABLE}={CUBLAS_SETTING} before Python starts, or set "
+            "resources.deterministic=false or resources.executor=ray"
+        )
     return restore
+
+
+def _can_multiply() -> bool:
+    """Return whether PyTorch multiplies on the GPU: it refuses to without cuBLAS's setting."""
+    one = torch.ones(1, 1, device="cuda")
+    try:
+        torch.mm(one, one)
+    except RuntimeError as error:
+        if CUBLAS_VARIABLE in str(error):
+            return False
+        raise
+    return True
 
 
 def operation_without_kernel(error: BaseException) -> str:

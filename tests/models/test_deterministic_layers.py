@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from raysim.config.explain import checked_section
 from raysim.config.sections.execution import Resources
 from raysim.engine.process_setup import configure_process
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, RaysimError
 from raysim.models.checks.deterministic_layers import check_deterministic_layers
 from raysim.prepare.resolve import prepare
 from raysim.rules.errors.user_code import described
+from raysim.system.deterministic_kernels import use_deterministic_kernels
 
 SAID_BY_TORCH = (
     "pool_backward_cuda does not have a deterministic implementation, but you set "
@@ -89,6 +90,21 @@ def test_an_error_in_training_names_the_key():
     said = described(RuntimeError(SAID_BY_TORCH))
     assert said.startswith("pool_backward_cuda has no deterministic kernel on a GPU")
     assert "resources.deterministic=false" in said and "warn_only" not in said
+
+
+def test_a_process_that_used_cublas_before_is_told_what_to_do(monkeypatch):
+    def refuse_product(*matrices: Tensor) -> Tensor:
+        raise RuntimeError("not deterministic: set CUBLAS_WORKSPACE_CONFIG=:4096:8")
+
+    ones = torch.ones
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # is restored
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
+    use_deterministic_kernels()()
+    monkeypatch.setattr(torch, "mm", refuse_product)
+    with pytest.raises(RaysimError, match=r"=:4096:8 before Python starts, .*deterministic=false"):
+        use_deterministic_kernels()
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import EXAMPLES
@@ -37,8 +38,7 @@ def check_deterministic_layers(net: nn.Module, model: Model) -> None:
             )
     restore = use_deterministic_kernels()
     try:
-        outputs = original(model.examples(EXAMPLES)[0])
-        (outputs if isinstance(outputs, Tensor) else outputs[0]).sum().backward()
+        _differentiate(original(model.examples(EXAMPLES)[0]))
     except RuntimeError as error:
         operation = operation_without_kernel(error)
         if not operation:
@@ -55,6 +55,13 @@ def check_deterministic_layers(net: nn.Module, model: Model) -> None:
         restore()
 
 
+def _differentiate(outputs: Any) -> None:
+    """Run backward from all outputs of a layer, whatever structure they have."""
+    for output in tree_leaves(outputs):
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.sum().backward(retain_graph=True)
+
+
 def _is_refused(layer: nn.Module, arguments: tuple[Any, ...]) -> bool:
     """Return whether a layer alone, forward or backward, has no deterministic kernel."""
     own: list[Any] = []
@@ -62,8 +69,7 @@ def _is_refused(layer: nn.Module, arguments: tuple[Any, ...]) -> bool:
         is_differentiable = isinstance(argument, Tensor) and argument.is_floating_point()
         own.append(argument.detach().requires_grad_() if is_differentiable else argument)
     try:
-        outputs = layer(*own)
-        (outputs if isinstance(outputs, Tensor) else outputs[0]).sum().backward()
+        _differentiate(layer(*own))
     except RuntimeError as error:
         return bool(operation_without_kernel(error))
     return False
