@@ -105,7 +105,7 @@ def test_dry_run_trains_one_client_here_and_starts_nothing(raysim_, monkeypatch)
         raise AssertionError("Ray was started, or a run tracked")
 
     monkeypatch.setattr(ray, "init", no)
-    monkeypatch.setattr(tracking, "Tracker", no)
+    monkeypatch.setattr("raysim.runs.run.Tracker", no)
     said = raysim_("run", "quickstart", "--dry-run")
     assert said.code == 0 and not list(Path().iterdir())
     for text in (

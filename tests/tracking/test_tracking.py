@@ -288,7 +288,7 @@ def test_crash_before_acknowledgement(settings: Tracking, tmp_path: Path) -> Non
         from raysim.tracking import spool_sender as tracking
         from raysim.tracking.tracker import Tracker
         from raysim.tracking.spool import Spool
-        tracking.FLUSH = 0.05
+        tracking.FLUSH_INTERVAL_S = 0.05
         tracker = Tracker(Tracking(uri=sys.argv[1], experiment=sys.argv[2]), Path(sys.argv[3]))
         print(tracker.start("run", {"a": 1}, {}), flush=True)
         for t in range(100):
