@@ -20,7 +20,6 @@ import raysim
 from raysim.prepare.resolve import prepare
 from raysim.rules.contract import ALGORITHMS, CLIENT_RULES, SERVER_RULES
 from raysim.rules.methods.registry import discover
-from raysim.tracking import spool_sender as tracking
 
 discover()
 

@@ -78,8 +78,7 @@ def drawn_by_torch():
     return {**mapping(), "public": torch.rand(3, 2)}
 
 def drawn_users():
-    first = np.random.randint(10**9)
-    return {**mapping(), "users": [f"u{first + k}" for k in range(4)]}
+    return {**mapping(), "users": np.random.randint(10**9, size=4).astype(str)}
 
 def broken():
     return 1 / 0
