@@ -198,7 +198,8 @@ def read_code(where: str, key: str) -> Code:
     home, roots = path.parent, {path.parent: _is_local}
     if (home / "__init__.py").is_file():  # it may also import `its_package.helper`
         top = next(p for p in path.parents if not (p.parent / "__init__.py").is_file())
-        roots[top.parent] = lambda folder, name: name == top.name
+        if top.name != "raysim":  # which is not read a second time for one of its own files
+            roots[top.parent] = lambda folder, name: name == top.name
     code = _install(*_collect_modules(path, re.sub(r"\W", "_", path.stem), roots))
     if known is not None:
         known[path] = code

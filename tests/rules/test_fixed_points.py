@@ -302,8 +302,9 @@ def test_identical_clients_reach_their_optimum(client, server):
     """All f_i equal: no drift, no contradiction, nothing to remember that would stand in the way."""
     problem = Quadratics.random(1, 3, seed=7)
     problem = Quadratics(np.repeat(problem.H, 4, axis=0), np.repeat(problem.a, 4, axis=0))
-    given = {"beta1": 0.5} if hasattr(SERVER_RULES[server](), "beta1") else {}
-    rule = SERVER_RULES[server](**given, **STEADY.get(server, {}))
+    momentum = ("beta", "beta1", "momentum")
+    given = {key: 0.5 for key in momentum if hasattr(SERVER_RULES[server], key)}
+    rule = SERVER_RULES[server](**{**given, **STEADY.get(server, {})})
     mine = CLIENT_RULES[client](**(STEADY["mimelite"] if client == "mimelite" else {}))
     federation = Federation(mine, rule, problem, lr=0.3, steps=4, x0=5 * np.ones(3))
     assert far(federation.run(400 if server in STEADY else 250), problem.a[0]) < 1e-6

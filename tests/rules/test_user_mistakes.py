@@ -4,6 +4,7 @@ out."""
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import raysim
 from raysim.errors import ClientError, ConfigError
 from raysim.prepare.resolve import prepare, read_run_config
+from raysim.rules import ClientRule
 from raysim.rules.methods.pairs import refuse_pair
 from raysim.rules.methods.registry import find_rule
 
@@ -130,8 +132,9 @@ def test_a_file_without_or_with_two_algorithms_names_them(mine):
     second = PAIR + 'second = Algorithm("second", Half, Other, "Nobody 2000")\n'
     message = refused(mine(second, name=""))
     assert "which object of" in message and message.endswith("it has pair, second, Half, Other")
-    assert refused(mine(TYPO.format(method="step"), name="")).endswith("it has Mine")
-    assert refused(mine("", name="")).endswith("it has no Algorithm and no rule")
+    bind = "; an Algorithm counts by its name there: NAME = Algorithm(…)"
+    assert refused(mine(TYPO.format(method="step"), name="")).endswith(f"it has Mine{bind}")
+    assert refused(mine("", name="")).endswith(f"it has no Algorithm and no rule{bind}")
 
 
 NEEDY = PAIR.replace("    mu = 0.1\n", '    needs = ("x", "c")\n').replace(
@@ -358,3 +361,12 @@ class Takes(ServerRule):
         refuse_pair(client(), server())
     with pytest.raises(ConfigError, match="does; see `raysim list pairs`"):
         refuse_pair(find_rule("client", "fedavg")(), find_rule("server", "scaffold")())
+
+
+def test_a_shipped_file_is_used_by_its_path_and_named_if_it_binds_no_algorithm():
+    """As a start for a method of one's own. raysim itself is not imported a second time."""
+    file = Path(raysim.__file__).parent / "algorithms" / "fedprox.py"
+    plan = prepare("quickstart", [f"client={file}:FedProxClient", "server=fedavg"])
+    assert isinstance(plan.client, ClientRule) and plan.client.name == "fedprox"
+    with pytest.raises(ConfigError, match=r"it has FedProxClient; .* NAME = Algorithm\(…\)"):
+        prepare("quickstart", [f"algorithm={file}"])

@@ -215,9 +215,14 @@ def projection(x: torch.Tensor) -> list[float]:
     return [float(v) for v in (z / np.linalg.norm(z, axis=1, keepdims=True)) @ x.double().numpy()]
 
 
+RECORD = "python tests/runs/test_digests.py"
+"""Command that records all runs."""
+
+
 def check(name: str, x: torch.Tensor) -> None:
     """Compares a run's final parameters with what is recorded for the case of this name."""
     recorded = json.loads(FILE.read_text())
+    assert name in recorded["projections"], f"'{name}' is not recorded: {RECORD}"
     known = recorded["digests"].get(this_platform())
     if known is not None:
         assert parameters_digest(x) == known[name], f"'{name}' computes other bits than recorded"
@@ -285,7 +290,7 @@ def test_two_actors_sum_small_updates_like_one_process(
 
 def test_every_case_is_recorded():
     recorded = json.loads(FILE.read_text())
-    assert set(recorded["projections"]) == set(CASES)
+    assert set(recorded["projections"]) == set(CASES), RECORD
     for platform_name, digests in recorded["digests"].items():
         assert set(digests) == set(CASES), platform_name
 

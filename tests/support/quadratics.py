@@ -107,6 +107,9 @@ class Task:
     def zero_buffers(self) -> torch.Tensor:
         return torch.zeros(0)
 
+    def log(self, **metrics: Any) -> None:
+        """What a rule logs is not looked at."""
+
 
 BATCH = SimpleNamespace(masked=lambda k: BATCH)
 

@@ -51,7 +51,8 @@ RULES = {"client": ClientRule, "server": ServerRule}
 def discover() -> None:
     """Import the shipped methods, which enter their rules and algorithms into the registries."""
     for module in pkgutil.iter_modules(importlib.import_module(SHIPPED_PACKAGE).__path__):
-        importlib.import_module(f"{SHIPPED_PACKAGE}.{module.name}")
+        if not module.name.startswith("test_"):  # such as `raysim new method` writes beside it
+            importlib.import_module(f"{SHIPPED_PACKAGE}.{module.name}")
 
 
 def _is_shipped(name: str) -> bool:
@@ -165,6 +166,7 @@ def full_reference(section: str, name: str) -> str:
     raise ConfigError(
         f"{section}.name: which object of {name}? Give it as {name}:NAME; "
         + (f"it has {', '.join(offered)}" if offered else "it has no Algorithm and no rule")
+        + ("" if algorithms else "; an Algorithm counts by its name there: NAME = Algorithm(…)")
     )
 
 
