@@ -384,7 +384,9 @@ def _written(path: Path, write: Callable[[Path], T]) -> T:
     try:
         return write(path)
     except OSError as error:
-        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
+        # Of a folder of plots the error names the plot.
+        file = error.filename or path
+        raise ConfigError(f"--out: {file} cannot be written: {error.strerror}") from None
 
 
 def _keep_report(files: list[Path], tracked: Sequence[TrackedRun], source: RunSource) -> None:

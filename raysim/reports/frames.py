@@ -99,7 +99,9 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
     names = [parameter.name for parameter in known]
     for name in options:
         if name not in names:
-            hint = did_you_mean(name, [*names, "uri", "ledger", "where"])
+            # The runs of claims are chosen by the configuration, not by `where`.
+            common = ["uri", "ledger"] if kind == "claims" else ["uri", "ledger", "where"]
+            hint = did_you_mean(name, [*names, *common])
             raise ConfigError(f"{name}: unknown option of report '{kind}'{hint}")
     for parameter in known:
         if parameter.default is inspect.Parameter.empty and parameter.name not in options:

@@ -147,7 +147,7 @@ def reference_runs(runs: Sequence[TrackedRun], reference: str, option: str) -> l
     chosen = having(runs, {key: [value]}, option)
     if not chosen:
         (name,) = resolved(runs, [key], option)
-        known = filter(None, {value_of(run.params, name) for run in runs})
+        known = sorted(filter(None, {value_of(run.params, name) for run in runs}))
         raise ConfigError(f"{option}: no run has {reference}{did_you_mean(value, known)}")
     return chosen
 

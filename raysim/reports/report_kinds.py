@@ -302,8 +302,11 @@ def claims_report(source: RunSource, say: Say, *, config: str) -> Report:
             figure = claim.figure
             if figure is not None and folder / figure.file not in drawn:
                 drawn.append(folder / figure.file)
+                place = f"claims.{i}.figure.where"
                 runs = runs_of(figure.metric, cost_unit_of(figure.x_axis))
-                runs = having(runs, figure.where, f"claims.{i}.figure.where")
+                runs = having(runs, figure.where, place)
+                if not runs:
+                    raise ConfigError(f"{place}: no run has all these values; change one of them")
                 say(_figure(figure, runs, say).plot(drawn[-1]))
         return drawn
 

@@ -494,6 +494,8 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
     assert code == 0 and out == "" and Path("pictures/beats.svg").is_file()
     assert "| confirmed | beats.svg |" in Path("claims.md").read_text()
     assert "stored in MLflow: report/claims.md, report/beats.svg of run " in err
+    Path("full/beats.svg").mkdir(parents=True)
+    nobody = {"where": {"algorithm": "c"}}
     for section, arguments, said in (
         (None, [], "claims: asked.yaml has no such section"),
         ([beats], ["other"], "no experiment, and no run, is called 'other'"),
@@ -511,6 +513,23 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
             [beats],
             ["--figures", "claims.md/in"],
             "--figures: cannot create claims.md/in: Not a directory",
+        ),
+        (
+            [beats],
+            ["--figures", "full"],
+            "--out: full/beats.svg cannot be written: Is a directory",
+        ),
+        *(
+            (
+                [{**RIGHT, "right": 0.9}, {**RIGHT, "right": 0.9, "figure": {**nobody, **figure}}],
+                [],
+                "claims.1.figure.where: no run has all these values",
+            )
+            for figure in (
+                {"kind": "curves"},
+                {"kind": "sweep", "x": "server.beta1"},
+                {"kind": "sweep", "x": "server.beta1", "y": "seed"},
+            )
         ),
     ):
         code, out, err = call(section, *arguments)

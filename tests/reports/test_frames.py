@@ -257,6 +257,7 @@ def test_claims(uri, tmp_path: Path):
         ),
         ("sweep", "methods", {}, "x: report 'sweep' requires this option"),
         ("claims", None, {}, "config: report 'claims' requires this option"),
+        ("claims", None, {"where": "seed=0"}, "unknown option.*known: config, ledger, uri"),
     ],
 )
 def test_a_wrong_report_is_refused(uri, kind, runs, options, said):

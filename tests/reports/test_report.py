@@ -289,6 +289,9 @@ def test_best_of():
         match=r"best_of \(--best-of\): no run has a parameter 'algoritm'; did you mean 'algorithm",
     ):
         rows(runs, best_of=["algoritm"])
+    # The first one of the user's list is named, not the first one of the alphabet.
+    with pytest.raises(ConfigError, match=r"'partition.alpha' is not a parameter of group"):
+        rows(runs, best_of=["partition.alpha", "algorithm"], group=["local.lr"])
 
 
 # -- as text ---------------------------------------------------------------------------------------

@@ -111,12 +111,13 @@ def rows(
         return table
     keys = resolved(runs, best_of, "best_of (--best-of)")
     if group:
-        outside = set(keys) - set(resolved(runs, group, "group (--group)"))
-        if outside:
-            raise ConfigError(
-                f"best_of (--best-of): '{min(outside)}' is not a parameter of group (--group); "
-                "add it there"
-            )
+        distinguishing = resolved(runs, group, "group (--group)")
+        for key in keys:
+            if key not in distinguishing:
+                raise ConfigError(
+                    f"best_of (--best-of): '{key}' is not a parameter of group (--group); "
+                    "add it there"
+                )
     best_rows: dict[tuple, TableRow] = {}
     for row, (_, members) in zip(table, groups, strict=True):
         combination = tuple(value_of(members[0].params, key) for key in keys)
