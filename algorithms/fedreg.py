@@ -92,9 +92,7 @@ class FedRegClient(ClientRule):
             self.eta_s / 100 if self.eta_p is None else self.eta_p, shared["x"], batch, task
         )
         logits = task.net(shared["x"], replace(batch, x=pseudo), "eval", task.global_buffers).logits
-        return Batch(pseudo, torch.softmax(logits, -1), batch.mask), Batch(
-            perturbed, batch.y, batch.mask
-        )
+        return Batch(pseudo, torch.softmax(logits, -1)), Batch(perturbed, batch.y)
 
     def _ascend(self, eta: float, x0: Tensor, batch: Batch, task: Task) -> Tensor:
         x, low, high = batch.x, batch.x.amin(), batch.x.amax()
@@ -184,11 +182,11 @@ class FedRegMGClient(FedRegClient):
     ) -> Tensor:
         at = self._mixed(shared, state)
         g = task.grad(at, batch, soft_cross_entropy)
-        x, mask = prepared[0].x, prepared[0].mask
+        x = prepared[0].x
         if self.fresh and self.prepares:
-            x, mask = self._ascend(self.eta_s, shared["x"], batch, task), batch.mask
+            x = self._ascend(self.eta_s, shared["x"], batch, task)
         nothing = torch.full_like(prepared[0].y[:1], 1 / prepared[0].y.shape[-1]).expand(len(x), -1)
-        q = task.grad(at, Batch(x, nothing, mask), soft_cross_entropy, "frozen")
+        q = task.grad(at, Batch(x, nothing), soft_cross_entropy, "frozen")
         return torch.addcmul(g, q, -torch.dot(g, q) / (torch.dot(q, q) + 1e-30))
 
 

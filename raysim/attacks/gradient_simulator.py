@@ -25,8 +25,7 @@ from raysim.rules.contract import overridden
 from raysim.system.signals import reraise_stop
 from raysim.training.messages import Broadcast
 from raysim.training.tasks.local_step import LocalSettings
-from raysim.training.tasks.vmap_task import VmapTask
-from raysim.training.trainers.vmap_trial import why_not_vmap
+from raysim.training.tasks.pure_task import PureTask
 
 logger = logging.getLogger("raysim")
 
@@ -76,7 +75,7 @@ def total_variation(x: Tensor) -> Tensor:
     return (x[..., 1:] - x[..., :-1]).abs().mean() + (x[..., 1:, :] - x[..., :-1, :]).abs().mean()
 
 
-class _AttackTask(VmapTask):
+class _AttackTask(PureTask):
     """A client's task as the attacker simulates it: input gradients are constants.
 
     The shipped rules take their signs, whose derivative is zero. Differentiating through them would
@@ -124,7 +123,7 @@ def simulated(
     """
     global_params = broadcast.global_params
     if rule is None:
-        return VmapTask(model, LocalSettings(), broadcast.buffers).grad(
+        return PureTask(model, LocalSettings(), broadcast.buffers).grad(
             global_params, Batch(x, y), mode="frozen"
         )
     task = _AttackTask(model, facts, broadcast.buffers, (1, 0))
@@ -140,7 +139,7 @@ def simulated(
 
 def _refuse_rule(rule: ClientRule, model: Model) -> None:
     """Refuse a client rule whose update depends on more than the attacker sees."""
-    if rule.state(VmapTask(model, LocalSettings())):
+    if rule.state(PureTask(model, LocalSettings())):
         raise ConfigError(
             f"attacker: client rule '{rule.name}' keeps what it has from earlier rounds, which the "
             "attacker does not see; use attacker=oblivious"
@@ -231,7 +230,7 @@ class GradientSimulator:
             ConfigError: they cannot be attacked at all.
         """
         x = self.starts(0)[:2]
-        reason = why_not_vmap(self.model) if side_by_side else "asked for"
+        reason = None if side_by_side else "asked for"
         self.vmap = reason is None
         if self.vmap:
             try:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from raysim.data.dataset import Dataset, broadcastable
+from raysim.system.device_copies import on_device
 
 NUMBERS_PER_AUGMENTATION = 3
 """Uniform numbers that augmentation uses for each sample: for row, column and mirroring."""
@@ -113,8 +114,10 @@ class Examples:
             are copies.
         """
         if isinstance(indices, np.ndarray):
-            indices = torch.from_numpy(indices if indices.flags.writeable else indices.copy())
-        positions = indices.to(self.device)
+            writable = indices if indices.flags.writeable else indices.copy()
+            positions = on_device(writable, self.device)
+        else:
+            positions = indices.to(self.device)
         x = self.x.index_select(0, positions)
         if augment is not None and (self.pad or self.flip):
             draws = (
@@ -138,7 +141,7 @@ class Examples:
         if self.flip:
             columns = np.where(draws[:, 2:] < 0.5, columns[:, ::-1], columns)
         places = rows[:, :, None] * (w + 2 * self.pad) + columns[:, None, :]
-        places = torch.from_numpy(places).to(self.device).view(b, 1, h * w).expand(b, c, h * w)
+        places = on_device(places, self.device).view(b, 1, h * w).expand(b, c, h * w)
         padded = torch.nn.functional.pad(x, (self.pad,) * 4)
         return padded.flatten(2).gather(2, places).view(b, c, h, w)
 

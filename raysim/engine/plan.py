@@ -140,12 +140,11 @@ class Plan:
         """The floating-point type of parameters and examples."""
         return getattr(torch, self.config.dtype)
 
-    def model(self, device: str | torch.device = "cpu", im2col: bool = False) -> Model:
+    def model(self, device: str | torch.device = "cpu") -> Model:
         """Return a copy of the net on a device, with its parameters as one flat vector.
 
         Args:
             device: the device of the copy.
-            im2col: whether convolutions are computed as matrix products (im2col).
 
         Raises:
             ConfigError: the net gives other outputs in this process than where the run was planned.
@@ -157,7 +156,6 @@ class Plan:
             self.problem.classes,
             self.dtype,
             device,
-            im2col,
             learning_task=self.learning_task,
             sample=learning.sample_batch(self.dataset, self.dtype),
             name=self.config.model.name,

@@ -35,14 +35,14 @@ from raysim.training.groups import ClientGroup, WorkerParts
 from raysim.training.personal import PersonalParts
 from raysim.training.tasks.server_task import ServerTask
 from raysim.training.trainers.group_trainer import GroupTrainer
+from raysim.training.trainers.lane_trainer import LaneTrainer
 from raysim.training.trainers.loop_trainer import LoopTrainer
 from raysim.training.trainers.pooled import PooledTrainer
 from raysim.training.trainers.trainer import Trainer, TrainingMode
-from raysim.training.trainers.vmap import VmapTrainer
 
 TRAINERS: dict[TrainingMode, type[Trainer]] = {
     "loop": LoopTrainer,
-    "vmap": VmapTrainer,
+    "lanes": LaneTrainer,
     "pooled": PooledTrainer,
 }
 """The trainer of each `batching.mode`."""
@@ -96,7 +96,7 @@ def make_trainer(plan: Plan, device: str) -> GroupTrainer:
         device: name of the torch device.
     """
     examples = Examples.of(plan.dataset, "train", device, plan.dtype)
-    model = plan.model(device, im2col=plan.config.batching.convolutions == "im2col")
+    model = plan.model(device)
     x0 = plan.initial[0].to(device)
     measures = probes.measures(plan)
     kind = TRAINERS[plan.mode]
@@ -197,7 +197,7 @@ def make_client_evaluator(
     if asked.fine_tune is not None:
         tuned = Clients(training.indices, training.offsets)
         config = _fine_tuning(plan.config, asked.fine_tune)
-        kind = VmapTrainer if plan.mode == "vmap" else LoopTrainer
+        kind = LaneTrainer if plan.mode == "lanes" else LoopTrainer
         model = first.model.with_autocast(None)
         personal = PersonalParts()
         if any(uses_own_models(t.config, t.rule, t.server) for t in trainer.trainers):

@@ -29,7 +29,6 @@ from raysim.models.keyed_layers import (
     ForwardContext,
     NoteFeatures,
     set_keyed_forwards,
-    unfold_convolutions,
 )
 from raysim.models.parts import classifier_of, parameters_in_part
 from raysim.models.stages import StagedModel
@@ -53,7 +52,6 @@ class Model:
         classes: int,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
-        im2col: bool = False,
         *,
         learning_task: LearningTask | None = None,
         sample: Batch | None = None,
@@ -67,7 +65,6 @@ class Model:
             classes: number of outputs: of classes, labels, columns or tokens.
             dtype: type of the parameters.
             device: device of the parameters.
-            im2col: whether `UnfoldedConv2d` replaces convolutions.
             learning_task: what the net learns; None: classification.
             sample: real examples for the check; None: keyed random inputs.
             name: name of the net, for messages.
@@ -96,8 +93,6 @@ class Model:
         """Q, the number of numbers of all statistics."""
         starts = {s.layer: s.start for s in reversed(self.statistics)}
         set_keyed_forwards(net, self.frame, starts)
-        if im2col:
-            unfold_convolutions(root)
         self.module = root
         """The net as it was handed over. It never runs: its copies do."""
         self.levels = max(len(root.stages) - 1, 0)

@@ -1,9 +1,9 @@
 """Forwards of layers as pure functions of parameters, input and a `ForwardContext`.
 
-The keyed BatchNorm uses the batch statistics of real examples only, and keeps its running
-statistics in a flat buffer vector. The keyed Dropout uses masks that its caller drew from keyed
-generators. A `ForwardContext` sets the behaviour of each forward pass. Only forwards are exchanged,
-and only those of PyTorch's own layers: a subclass may compute something else.
+The keyed BatchNorm keeps its running statistics in a flat buffer vector. The keyed Dropout uses
+masks that its caller drew from keyed generators. A `ForwardContext` sets the behaviour of each
+forward pass. Only forwards are exchanged, and only those of PyTorch's own layers: a subclass may
+compute something else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeGuard, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,6 @@ class ForwardContext:
     without the update. eval: running statistics, no dropout."""
     in_place: bool = True
     """Whether running statistics are updated inside `buffers`; otherwise they go to `moved`."""
-    mask: Tensor | None = None
-    """[B], 1 for real examples and 0 for padding; None if all examples are real."""
     drop: tuple[Tensor, ...] = ()
     """Dropout masks, in the order of the dropout calls; () disables dropout."""
     buffers: Tensor | None = None
@@ -92,7 +90,7 @@ class LayerForward(Generic[LayerT]):
 
 
 class KeyedBatchNorm(LayerForward[nn.modules.batchnorm._BatchNorm]):
-    """Forward of a BatchNorm over the real examples of a batch.
+    """Forward of a BatchNorm.
 
     Args:
         layer: the layer.
@@ -126,13 +124,13 @@ class KeyedBatchNorm(LayerForward[nn.modules.batchnorm._BatchNorm]):
 
         Returns:
             Running mean, running variance, whether the statistics of the batch are used, and
-            momentum. None if the kernel does not support this pass (padded examples, running
-            statistics outside `buffers`, or one value per channel).
+            momentum. None if the kernel does not support this pass (running statistics outside
+            `buffers`, or one value per channel).
         """
         frame, layer = self.frame, self.layer
         if not layer.training and self.tracked:
             return *self._running(), False, 0.0
-        if not frame.in_place or frame.mask is not None or x.numel() <= layer.num_features:
+        if not frame.in_place or x.numel() <= layer.num_features:
             return None
         mean, var = self._running() if frame.mode == "train" and self.tracked else (None, None)
         return mean, var, True, layer.momentum or 0.0
@@ -141,7 +139,7 @@ class KeyedBatchNorm(LayerForward[nn.modules.batchnorm._BatchNorm]):
         """Normalise a batch by channel.
 
         Args:
-            input: [B, channels, ...]; `frame.mask` marks the real examples.
+            input: [B, channels, ...].
         """
         x, layer, frame = input, self.layer, self.frame
         layer._check_input_dim(x)
@@ -157,15 +155,13 @@ class KeyedBatchNorm(LayerForward[nn.modules.batchnorm._BatchNorm]):
         updates_statistics = frame.mode == "train" and self.tracked
         axes = [0, *range(2, x.ndim)]
         shape = (1, -1, *[1] * (x.ndim - 2))
-        mask = x.new_ones(x.shape[0]) if frame.mask is None else frame.mask
-        real = mask.reshape(-1, *[1] * (x.ndim - 1))
-        count = mask.sum() * (x[0, 0].numel())
-        mean = (x * real).sum(axes) / count
+        count = x.numel() // x.shape[1]
+        mean = x.sum(axes) / count
         centred = x - mean.reshape(shape)
-        var = (centred * centred * real).sum(axes) / count
+        var = (centred * centred).sum(axes) / count
         if updates_statistics:
             # Running statistics use the unbiased variance, as in PyTorch.
-            unbiased_var = var * count / (count - 1).clamp(min=1)
+            unbiased_var = var * count / max(count - 1, 1)
             of_batch = torch.cat([mean, unbiased_var]).detach()
             old = frame.moved.get(self.start)
             old = torch.cat(self._running()) if old is None else old
@@ -220,53 +216,6 @@ class KeyedDropout(LayerForward[nn.modules.dropout._DropoutNd]):
             return None
         frame.calls += 1
         return frame.drop[frame.calls - 1]
-
-
-class UnfoldedConv2d(LayerForward[nn.Conv2d]):
-    """Forward of a convolution as a product of its weights and the unfolded images (im2col).
-
-    Under `torch.func.vmap` over clients the weights differ. This forward then becomes one batched
-    matrix product, and a plain convolution becomes a grouped convolution.
-    """
-
-    def __call__(self, input: Tensor) -> Tensor:
-        """Convolve `input` [B, C, H, W]; returns [B, O, H', W'].
-
-        Args:
-            input: the images, [B, C, H, W].
-        """
-        conv = self.layer
-        padding: Any = conv.padding
-        # Shapes, with L = H' W' places: columns [B, C k k, L], product [O, B L], output [B, O, L].
-        columns = F.unfold(input, conv.kernel_size, conv.dilation, padding, conv.stride)
-        product = conv.weight.flatten(1) @ columns.transpose(0, 1).flatten(1)
-        out = product.unflatten(1, (len(input), -1)).transpose(0, 1)
-        axes = zip(
-            input.shape[2:], padding, conv.dilation, conv.kernel_size, conv.stride, strict=True
-        )
-        size = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in axes]
-        return (out if conv.bias is None else out + conv.bias[:, None]).unflatten(2, size)
-
-
-def unfoldable(module: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Return whether `module` is an `nn.Conv2d` without groups, padded by a number of zeros.
-
-    Args:
-        module: any layer.
-    """
-    is_plain = type(module) is nn.Conv2d and module.groups == 1 and module.padding_mode == "zeros"
-    return is_plain and not isinstance(module.padding, str) and not has_own_forward(module)
-
-
-def unfold_convolutions(net: nn.Module) -> None:
-    """Let the `unfoldable` convolutions of a net compute as `UnfoldedConv2d`.
-
-    Args:
-        net: the net, changed in place.
-    """
-    for module in net.modules():
-        if unfoldable(module):
-            module.forward = UnfoldedConv2d(module)
 
 
 def has_own_forward(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from raysim.numerics.qp import (
     SmallTensorRule,
     add_segments,
 )
+from raysim.system.rehearsal import rehearses
 
 MIN_COSINE_DETERMINANT = 1e-12
 """Determinant of cosines below which columns are dependent: an angle of 1e-6 between two."""
@@ -75,7 +76,7 @@ class _Project3(torch.autograd.Function):
     def forward(
         p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], small: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if p.device.type != "cpu":
+        if p.device.type != "cpu" or rehearses():
             projected, active, moved = _many(p[None], a[None], b[None], c[None], parts, small)
             return projected[0], active[0], moved[0]
         return _one(p, a, b, c, parts, small)

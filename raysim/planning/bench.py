@@ -143,10 +143,7 @@ def candidates(plan: Plan, fixed_keys: Iterable[str], blocks: bool) -> Iterator[
         places = [place for place in places if place["resources.executor"] == executor]
     batchings: list[Settings] = [{}]
     if blocks:
-        on_gpus = any("resources.gpus" in place for place in places)
-        batchings = _batchings(
-            plan, on_gpus, "batching.mode" not in fixed_keys or plan.mode == "vmap"
-        )
+        batchings = _batchings(plan, any("resources.gpus" in place for place in places))
     tried: list[Settings] = []
     for place, batching in product(places, batchings):
         settings = {k: value for k, value in {**place, **batching}.items() if k not in fixed_keys}
@@ -180,22 +177,17 @@ def _places(plan: Plan) -> list[Settings]:
     return places
 
 
-def _batchings(plan: Plan, on_gpus: bool, with_variants: bool) -> list[Settings]:
+def _batchings(plan: Plan, on_gpus: bool) -> list[Settings]:
     """Return the modes and sizes of blocks to try.
 
     Args:
         plan: the configuration that is tried out.
         on_gpus: whether any place has GPUs.
-        with_variants: whether to vary convolutions and CUDA graphs under vmap too.
     """
     cohort = plan.config.schedule.size
     sizes = sorted({size for size in (1, 8, 32, 128, cohort) if size <= cohort})
-    vmap: list[Settings] = [{"batching.mode": "vmap", "batching.size": size} for size in sizes]
-    if with_variants and plan.model().convolutional:
-        vmap += [{**batching, "batching.convolutions": "im2col"} for batching in vmap]
-    if with_variants and plan.config.steps_are_alike and on_gpus:
-        vmap += [{**batching, "batching.cuda_graphs": True} for batching in vmap]
-    return [{"batching.mode": "loop"}, {"batching.mode": "pooled"}, *vmap]
+    lanes: list[Settings] = [{"batching.mode": "lanes", "batching.size": size} for size in sizes]
+    return [{"batching.mode": "loop"}, {"batching.mode": "pooled"}, *(lanes if on_gpus else [])]
 
 
 def _measure_candidate(plan: Plan, candidate: Candidate, seconds: float) -> None:

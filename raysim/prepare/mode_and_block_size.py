@@ -12,14 +12,9 @@ from typing import NamedTuple
 from raysim.config.schema import Config
 from raysim.errors import ConfigError
 from raysim.models.flat import Model
-from raysim.models.keyed_layers import unfoldable
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.training.trainers.pooled import why_not_pooled
 from raysim.training.trainers.trainer import TrainingMode
-from raysim.training.trainers.vmap_trial import why_not_vmap
-
-VMAP_BELOW_PARAMETERS = 10_000
-"""Largest number of parameters at which vmap beats the loop on a CPU, without convolutions."""
 
 
 class BlockChoice(NamedTuple):
@@ -50,64 +45,35 @@ def choose_batching(
     Raises:
         ConfigError: the rules, the net or the schedule do not support the configured mode.
     """
-
-    def why_not(mode: TrainingMode) -> str | None:
-        if mode == "pooled":
-            return why_not_pooled(config, client, server, model, probed)
-        if mode == "vmap" and (why := why_not_vmap(model)):
-            return f"model '{config.model.name}' cannot run under vmap ({why})"
-        return None
-
     batching = config.batching
-    mode: TrainingMode
-    sizes = _block_sizes(config.schedule.size)
-    if batching.mode == "auto":
-        mode = next(
-            mode
-            for mode in sizes
-            if _is_worthwhile(mode, config, model, sizes) and why_not(mode) is None
-        )
+    asked = batching.mode
+    mode: TrainingMode = "lanes" if config.resources.gpus > 0 else "loop"
+    if asked in ("auto", "pooled"):
+        reason = why_not_pooled(config, client, server, model, probed)
+        if reason is None:
+            mode = "pooled"
+        elif asked == "pooled":
+            raise ConfigError(
+                f"batching.mode: 'pooled' is not possible in this run: {reason}; use "
+                f"batching.mode={mode}"
+            )
     else:
-        mode = batching.mode
-    _check_im2col(config, mode, model)
-    if batching.mode != "auto" and (reason := why_not(mode)) is not None:
-        raise ConfigError(
-            f"batching.mode: '{mode}' is not possible in this run: {reason}; use batching.mode=loop"
-        )
-    return BlockChoice(mode, sizes[mode] if batching.size == "auto" else batching.size)
+        mode = asked
+    size = batching.size
+    return BlockChoice(mode, block_size(mode, config.schedule.size) if size == "auto" else size)
 
 
-def _block_sizes(cohort_size: int) -> dict[TrainingMode, int]:
-    """Return the automatic size of blocks in each mode, fastest mode first."""
-    return {
-        "pooled": min(128, ceil(cohort_size / 16)),
-        "vmap": min(64, ceil(cohort_size / 4)),
-        # A large cohort is split into many blocks, so that all workers finish at about one time.
-        "loop": min(16, ceil(cohort_size / 16)),
-    }
+def block_size(mode: TrainingMode, cohort_size: int) -> int:
+    """Return the automatic size of blocks in a mode.
 
-
-def _is_worthwhile(
-    mode: TrainingMode, config: Config, model: Model, sizes: dict[TrainingMode, int]
-) -> bool:
-    """Return whether a mode that is possible is also fast: vmap needs a GPU, or a small net."""
-    if mode != "vmap" or config.resources.gpus > 0:
-        return True
-    small_net = model.size <= VMAP_BELOW_PARAMETERS and not model.convolutional
-    return small_net and sizes["vmap"] >= 8
-
-
-def _check_im2col(config: Config, mode: TrainingMode, model: Model) -> None:
-    """Check that `batching.convolutions: im2col` has convolutions under vmap to apply to."""
-    if config.batching.convolutions != "im2col":
-        return
-    if mode != "vmap":
-        reason = f"batching.mode is {mode}"
-    elif not any(map(unfoldable, model.module.modules())):
-        reason = f"model '{config.model.name}' has none that can be unfolded"
-    else:
-        return
-    raise ConfigError(
-        "batching.convolutions: 'im2col' applies to convolutions under vmap, but "
-        f"{reason}; leave it out"
-    )
+    Args:
+        mode: the mode.
+        cohort_size: number of clients in a round.
+    """
+    if mode == "pooled":
+        return min(128, ceil(cohort_size / 16))
+    if mode == "lanes":
+        # Few large blocks, since lanes wait for each other at the end of each.
+        return min(64, ceil(cohort_size / 4))
+    # A large cohort is split into many blocks, so that all workers finish at about one time.
+    return min(16, ceil(cohort_size / 16))

@@ -228,8 +228,8 @@ def try_rules(plan: Plan, config: Config) -> None:
         config: the configuration before its defaults were written out; messages name its keys.
 
     Raises:
-        ConfigError: a rule fails, or computes different values in loop and vmap mode; or a rule, a
-            loss or a metric draws from a global random generator; or a layer has no deterministic
+        ConfigError: a rule fails, or computes other values on lanes than in mode loop; or a rule,
+            a loss or a metric draws from a global random generator; or a layer has no deterministic
             kernel on this machine's GPU.
     """
     resources = plan.config.resources

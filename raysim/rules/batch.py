@@ -12,18 +12,12 @@ from raysim.rules.unknown_attributes import SuggestsAttributes
 
 @dataclass(frozen=True)
 class Batch(SuggestsAttributes):
-    """One mini-batch of one client.
-
-    Under vmap the batches of several clients are padded to the size of the largest one. `size` and
-    `mean` leave the padding out.
-    """
+    """One mini-batch of one client."""
 
     x: Tensor
     """Images, `[B, C, H, W]`, or inputs of another shape. Tokens are integers, `[B, T]`."""
     y: Tensor
     """Labels, `[B]`, or probabilities, `[B, classes]`; other tasks have targets, `[B, ...]`."""
-    mask: Tensor | None = None
-    """Vector `[B]`, 1 for real examples and 0 for padding; None if every example is real."""
     drops: tuple[tuple[Tensor, ...], ...] = ()
     """Independent sets of dropout masks, as many as the rule's `dropout_masks`."""
     chosen: int = 0
@@ -41,24 +35,17 @@ class Batch(SuggestsAttributes):
         return self.drops[self.chosen] if self.drops else ()
 
     @property
-    def size(self) -> int | Tensor:
-        """Number of real examples, as an int, or as a scalar tensor if the batch is padded.
-
-        `len(batch.y)` counts the padding as well.
-        """
-        return len(self.y) if self.mask is None else self.mask.sum()
+    def size(self) -> int:
+        """Number of examples, B."""
+        return len(self.y)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean over the real examples, [...].
-
-        `values.mean()` averages over the padding as well.
+        """Return the mean over the examples, [...].
 
         Args:
             values: one for each example, [B, ...].
         """
-        if self.mask is None:
-            return values.mean(0)
-        return (values * self.mask.reshape(-1, *[1] * (values.ndim - 1))).sum(0) / self.mask.sum()
+        return values.mean(0)
 
     def masked(self, k: int) -> Batch:
         """Return the same batch with the k-th set of dropout masks.

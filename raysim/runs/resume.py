@@ -36,7 +36,7 @@ from raysim.tracking.recorder import flatten_parameters
 from raysim.training.groups import ClientGroup
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.optimizers import kept, make_optimizer
-from raysim.training.tasks.vmap_task import VmapTask
+from raysim.training.tasks.pure_task import PureTask
 from raysim.training.uploads.upload_chain import memory_keys
 from raysim.training.uploads.upload_sum import last_upload_key
 
@@ -291,7 +291,7 @@ def _kept_tensors(plan: Plan) -> set[str]:
     names = set(plan.personal.keys)
     names |= set(map(last_upload_key, with_mode(plan.server.uploads, "difference")))
     for group in (ClientGroup("", plan.client, plan.config, plan.stages), *plan.groups):
-        names |= set(group.rule.state(VmapTask(model, LocalSettings())))
+        names |= set(group.rule.state(PureTask(model, LocalSettings())))
         names |= set(memory_keys(group.stages, plan.config.upload_key(group.name)))
         section = group.config.local.optimizer
         optimizer = make_optimizer(section)

@@ -13,7 +13,7 @@ def installed_methods() -> list[str]:
 
 @pytest.mark.parametrize("name", installed_methods())
 def test_an_installed_method_has_one_result(name: str) -> None:
-    """Check a method in loop mode, under vmap, and after a resume.
+    """Check a method in loop mode, on lanes, and after a resume.
 
     Args:
         name: name of the method.

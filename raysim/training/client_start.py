@@ -25,6 +25,7 @@ from raysim.rules.errors.returned_values import (
 )
 from raysim.rules.errors.user_code import breach
 from raysim.rules.task import LocalData
+from raysim.system.device_copies import on_device
 from raysim.training.batches.client_batches import ClientBatches
 from raysim.training.groups import WorkerParts
 from raysim.training.messages import Broadcast, ClientTask
@@ -281,10 +282,12 @@ def kept_or_new_state(rule: ClientRule, task: LoopTask, client_task: ClientTask)
     if client_task.client_state is not None:
         # Kept values come as NumPy arrays; what `state` returns tells their type and device.
         client_state = {
-            k: torch.tensor(client_task.client_state[k]).to(v.device, v.dtype).reshape(v.shape)
+            k: on_device(np.array(client_task.client_state[k]), v.device, v.dtype).reshape(v.shape)
             for k, v in client_state.items()
         }
-    return {**client_state, "seen": torch.tensor(client_task.seen, device=task.model.device)}
+    # Filled, since a copy from the host would wait for a GPU.
+    seen = torch.full((), client_task.seen, device=task.model.device)
+    return {**client_state, "seen": seen}
 
 
 def fresh_model(config: Config, model: Model, client: int) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,5 @@ class FedDecorrClient(ClientRule):
     def loss(self, shared, state, net, batch, task):
         z = net.features - batch.mean(net.features)
         z = z / (batch.mean(z.square()) + 1e-8).sqrt()
-        real = 1 if batch.mask is None else batch.mask[:, None]
-        K = (z * real).T @ z / batch.size
+        K = z.T @ z / batch.size
         return task_loss(net, batch) + self.beta * K.square().mean()

@@ -91,13 +91,12 @@ class Batching(Section):
 
     size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Clients in a block."""
-    mode: Literal["auto", "loop", "vmap", "pooled"] = "auto"
-    """`loop`: one client after the other. `vmap`: side by side. `pooled`: one gradient for all,
-    where clients make one plain step and the server needs the mean only. `auto`: the fastest by
-    the configuration."""
-    convolutions: Annotated[Literal["direct", "im2col"], Identity.UNLESS_DEFAULT] = "direct"
-    """Under vmap: `direct` uses torch's grouped convolutions, `im2col` matrix products of unfolded
-    images."""
-    cuda_graphs: Annotated[bool, Identity.NEVER] = False
-    """Under vmap on a GPU: record steps as CUDA graphs, if clients make equally many
-    (`local.steps`) on batches of one size. Unproven: `raysim doctor` compares them on your GPU."""
+    mode: Literal["auto", "loop", "lanes", "pooled"] = "auto"
+    """`loop`: one client after the other. `lanes`: side by side on a GPU, on streams of their own,
+    with steps captured as CUDA graphs; on a CPU as `loop`. `pooled`: one gradient for all, where
+    clients make one plain step and the server needs the mean only. `auto`: the fastest by the
+    configuration."""
+    lanes: Annotated[int | None, Field(ge=1), Identity.NEVER] = None
+    """Lanes of an actor on a GPU; null: as many as its memory has room for, at most 16."""
+    capture: Annotated[bool, Identity.NEVER] = True
+    """Whether lanes capture steps; without, a rule can be debugged on a GPU. The bits are equal."""

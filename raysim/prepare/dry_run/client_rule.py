@@ -4,14 +4,15 @@ The dry run checks two properties of a client rule:
 
 - The contract: the values that `init` and `finish` return, vectors as uploads, and one pass in mode
   "train" per step.
-- Agreement of vmap and loop: training clients side by side under vmap gives the same result as
-  training them one after the other. Under vmap the batches are padded to the largest batch of the
-  block. A loss that divides by `len(batch.y)` is then wrong, and no other check would notice.
+- Agreement of lanes and loop: local steps that are captured and replayed, as on a GPU, give what
+  they give one by one. A step that keeps something in Python from one call to the next does not,
+  and no other check would notice.
 
-The two clients have five and three of the run's examples and one or two local steps. The modes are
-compared in float64, where they agree up to rounding. Some rules amplify rounding, for example those
-with signs, or with a gradient through BatchNorm over two examples. The dry run measures the
-amplification by training again from parameters that differ in the tenth digit.
+The two clients have five and three of the run's examples and up to three local steps. The modes are
+compared on the CPU, in a rehearsal of a GPU, and in float64, where they agree up to rounding. Some
+rules amplify rounding, for example those with signs, or with a gradient through BatchNorm over two
+examples. The dry run measures the amplification by training again from parameters that differ in
+the tenth digit.
 
 The rules that raysim ships are covered by its tests. They are not checked at each start, because
 this would take longer than a round.
@@ -41,14 +42,14 @@ from raysim.rules.methods.registry import is_shipped
 from raysim.rules.uploads import declared
 from raysim.server.first_broadcast import first_broadcast, shapes_of_first_broadcast
 from raysim.system.processes import limited
+from raysim.system.rehearsal import rehearsal
 from raysim.training.batches.batch_order import batch_slice, batches_per_pass
 from raysim.training.client_evaluator import own_model
 from raysim.training.groups import ClientGroup, WorkerParts
 from raysim.training.messages import Block, Broadcast, ClientTask
+from raysim.training.trainers.lane_trainer import LaneTrainer
 from raysim.training.trainers.loop_trainer import LoopTrainer
 from raysim.training.trainers.trainer import Trainer
-from raysim.training.trainers.vmap import VmapTrainer
-from raysim.training.trainers.vmap_trial import why_not_vmap
 from raysim.training.uploads.client_update import ClientUpdate
 from raysim.training.uploads.upload_chain import first_of_size
 
@@ -57,8 +58,8 @@ logger = logging.getLogger("raysim")
 MAX_CLIENT_EXAMPLES = 5
 """Largest number of examples of the larger client; the smaller client has two fewer."""
 
-MAX_LOCAL_STEPS = 2
-"""Largest number of local steps of a client. In the second step w differs from x."""
+STEPS_ON_LANES = 3
+"""Local steps of a client in the comparison: the second one is captured, the third one replayed."""
 
 ROUNDING_MARGIN = 5.0
 """Factor by which a difference must exceed the effect of rounding before it counts as an error."""
@@ -73,7 +74,7 @@ float32 if the run uses it."""
 
 @dataclass(frozen=True)
 class Precision:
-    """Tolerance of the comparison of vmap and loop in a floating-point type."""
+    """Tolerance of the comparison of lanes and loop in a floating-point type."""
 
     dtype: torch.dtype
     """The floating-point type in which both modes train."""
@@ -99,7 +100,7 @@ def dry_run_rules(plan: Plan, client_key: str, server_key: str) -> None:
     """Check users' rules in a dry run; rules that raysim ships are skipped.
 
     For a server rule this checks the first broadcast. For a client rule it checks the contract and,
-    if the run trains under vmap, the agreement of vmap and loop. A client rule that exceeds
+    if the run trains on lanes, the agreement of lanes and loop. A client rule that exceeds
     `DRY_RUN_TIMEOUT_S` stays unchecked, with a warning; the run has its own time limits.
 
     Args:
@@ -131,7 +132,7 @@ def _dry_run_client_rule(plan: Plan, client_key: str) -> None:
         breach = dry_run.broken_contract()
         if breach is not None:
             raise ConfigError(f"{client_key}: {breach}")
-        difference = dry_run.wrong_under_vmap() if plan.mode == "vmap" else None
+        difference = dry_run.wrong_on_lanes() if plan.mode == "lanes" else None
         if difference is not None:
             raise ConfigError(f"{client_key}: {difference}, or set batching.mode=loop")
 
@@ -161,32 +162,32 @@ def _check_first_broadcast(plan: Plan, key: str) -> None:
         logger.debug("the first broadcast is not checked: %s", error)
 
 
-def compare_loop_and_vmap(plan: Plan) -> str:
-    """Compare vmap with loop for any client rule.
+def compare_loop_and_lanes(plan: Plan) -> str:
+    """Compare lanes, as on a GPU, with loop for any client rule.
 
     Args:
         plan: the plan of the run.
 
     Returns:
-        The outcome in one line.
+        Whether local steps are captured on a GPU, and whether they then give the same, in one line.
 
     Raises:
-        ConfigError: the two modes differ, and the run trains under vmap.
+        ConfigError: the two modes differ, and the run trains on lanes.
     """
-    if (reason := why_not_vmap(plan.model())) is not None:
-        return f"not compared: model '{plan.config.model.name}' cannot run under vmap ({reason})"
     dry_run = RuleDryRun(plan)
     try:
-        difference = dry_run.wrong_under_vmap()
+        difference = dry_run.wrong_on_lanes()
     except RaysimError as error:
         return f"not compared: {error}"
-    if difference is None and dry_run.agreement:
-        return f"the same ({dry_run.agreement})"
-    if difference is None:
-        return "not compared: a client fails in both modes"
-    if plan.mode == "vmap":
-        raise ConfigError(f"batching.mode: {difference}, or set batching.mode=loop")
-    return f"not the same, and this run trains in mode {plan.mode}: {difference}"
+    if difference is not None:
+        if plan.mode == "lanes":
+            raise ConfigError(f"batching.mode: {difference}, or set batching.mode=loop")
+        return f"not the same, and this run trains in mode {plan.mode}: {difference}"
+    if dry_run.refusals:
+        return f"steps run one kernel at a time on a GPU: {dry_run.refusals[0]}"
+    if dry_run.agreement:
+        return f"captured, with the same result ({dry_run.agreement})"
+    return "not compared: a client fails in both modes"
 
 
 class RuleDryRun:
@@ -203,12 +204,12 @@ class RuleDryRun:
         large = min(max(batches), MAX_CLIENT_EXAMPLES)
         small = max(large - 2, 1) if len(batches) > 1 else large
         self.large = plan.problem.size > LARGE_NET_PARAMETERS
-        self.padded = small < large
-        """True if batches are padded; False if all batches of the run have the same size."""
         chosen = np.linspace(0, len(plan.dataset.y) - 1, large + small).astype(np.int64)
         self.clients = Clients(chosen, np.array([0, large, large + small]), np.empty(0, np.int64))
         self.agreement = ""
         """The largest difference between the modes, in words; "" before a comparison."""
+        self.refusals: list[str] = []
+        """Why local steps cannot be captured, with the line of the rule; [] if they can."""
 
     def broken_contract(self) -> str | None:
         """Check the contract of the client rule in one local step, in the precision of the run.
@@ -220,7 +221,7 @@ class RuleDryRun:
             The breach, for a message; None if there is none.
         """
         try:
-            trainer, broadcast, tasks = self.stage(self.plan.dtype, steps=1)
+            trainer, broadcast, tasks = self.stage(self.plan.dtype)
         except ContractError as error:
             return str(error)
         if self.large:
@@ -298,8 +299,8 @@ class RuleDryRun:
             f"[{trainer.model.size}] ({defined_at(rule, 'finish')})"
         )
 
-    def wrong_under_vmap(self) -> str | None:
-        """Compare vmap with loop.
+    def wrong_on_lanes(self) -> str | None:
+        """Compare lanes with loop.
 
         Returns:
             The difference, for a message; None if there is none or the rule fails in both modes.
@@ -309,16 +310,21 @@ class RuleDryRun:
         """
         failure = None
         for precision in self._precisions():
-            stage = trainer, broadcast, tasks = self.stage(precision.dtype, MAX_LOCAL_STEPS)
+            trainer, broadcast, tasks = self.stage(precision.dtype)
+            tasks = [replace(task, steps=STEPS_ON_LANES) for task in tasks]
             looped, error = self._train(trainer, broadcast, tasks)
             if error is not None:
                 continue
-            vmapped, failure = self._train(self._under_vmap(trainer), broadcast, tasks)
+            with rehearsal():
+                lanes = LaneTrainer(trainer.group, trainer.parts)
+                on_lanes, failure = self._train(lanes, broadcast, tasks)
+            self.refusals = lanes.refusals
             if failure is None:
-                return self._difference(precision, stage, looped, vmapped)
+                stage = trainer, broadcast, tasks
+                return self._difference(precision, stage, looped, on_lanes)
         if failure is None:
             return None
-        return f"client rule '{self.plan.client.name}' cannot run under vmap: {failure}"
+        return f"client rule '{self.plan.client.name}' cannot run on lanes: {failure}"
 
     def _precisions(self) -> tuple[Precision, ...]:
         """Return the precisions in which the modes are compared, until both modes run in one."""
@@ -331,12 +337,12 @@ class RuleDryRun:
         precision: Precision,
         stage: tuple[LoopTrainer, Broadcast, list[ClientTask]],
         looped: list[ReportedTensors],
-        vmapped: list[ReportedTensors],
+        on_lanes: list[ReportedTensors],
     ) -> str | None:
         """Return how the modes differ, for a message; None if rounding explains all differences."""
         norm = float(stage[1].global_params.norm())
         floor = 10 * torch.finfo(precision.dtype).eps / precision.tolerance * (1 + norm)
-        relative = differences(vmapped, looped, floor)
+        relative = differences(on_lanes, looped, floor)
         self.agreement = f"within {max(relative.values()):.1e} of each vector's norm"
         if max(relative.values()) <= precision.tolerance:
             return None
@@ -351,8 +357,9 @@ class RuleDryRun:
         worst = max(wrong, key=wrong.__getitem__)
         return (
             f"client rule '{self.plan.client.name}' on model '{self.config.model.name}' gives "
-            f"{worst} under vmap that differs from the same in mode loop by {wrong[worst]:.2g} of "
-            f"its norm (rounding explains {rounding[worst]:.1g}); {self._advice}"
+            f"{worst} on lanes that differs from the same in mode loop by {wrong[worst]:.2g} of "
+            f"its norm (rounding explains {rounding[worst]:.1g}); make the step a pure function of "
+            "its arguments: keep nothing in Python from one step to the next"
         )
 
     def _nudged(
@@ -366,26 +373,13 @@ class RuleDryRun:
         )
         return self._train(trainer, nudged, tasks)[0]
 
-    @property
-    def _advice(self) -> str:
-        """The fix for a difference between the modes, for a message."""
-        if not self.padded:
-            return "make step a pure function of its arguments"
-        return (
-            "vmap pads the batches, so use batch.size instead of len(batch.y), and "
-            "batch.mean(values) for a mean over the examples"
-        )
-
-    def stage(
-        self, dtype: torch.dtype, steps: int
-    ) -> tuple[LoopTrainer, Broadcast, list[ClientTask]]:
+    def stage(self, dtype: torch.dtype) -> tuple[LoopTrainer, Broadcast, list[ClientTask]]:
         """Return trainer, first broadcast and client tasks in a precision.
 
         Uploads keep that precision: `local.upload_dtype` is not used.
 
         Args:
             dtype: the type of the parameters.
-            steps: the number of local steps of each client.
 
         Raises:
             RaysimError: the server rule fails, or breaks its contract.
@@ -397,25 +391,20 @@ class RuleDryRun:
             update={"local": local, "dtype": str(dtype).removeprefix("torch.")}
         )
         plan = replace(plan, config=config)
-        model = plan.model(im2col=config.batching.convolutions == "im2col")
+        model = plan.model()
         x0, buffers = model.initial()
         examples = Examples.of(data, "train", "cpu", dtype)
         public = learning.make_public_data(data, dtype, "cpu", [plan.client])
         group = ClientGroup("", plan.client, config)
         parts = WorkerParts(plan.server, model, x0, examples, self.clients, public=public)
         broadcast = first_broadcast(plan.server, x0, buffers, plan.problem)
-        return LoopTrainer(group, parts), broadcast, self._client_tasks(steps)
+        return LoopTrainer(group, parts), broadcast, self._client_tasks()
 
-    @staticmethod
-    def _under_vmap(trainer: LoopTrainer) -> VmapTrainer:
-        """Return a trainer for the same problem that trains the clients under vmap."""
-        return VmapTrainer(trainer.group, trainer.parts)
-
-    def _client_tasks(self, max_steps: int) -> list[ClientTask]:
-        """Return the tasks of both clients, with at most `max_steps` local steps each."""
+    def _client_tasks(self) -> list[ClientTask]:
+        """Return the tasks of both clients, with one local step each."""
         tasks = []
         for client, n in enumerate(self.clients.sizes.tolist()):
-            steps = min(self.plan.local_steps(self.config.local, n), max_steps)
+            steps = min(self.plan.local_steps(self.config.local, n), 1)
             tasks.append(ClientTask(client, 0, 0, 0.5, steps, share=1.0))
         return tasks
 

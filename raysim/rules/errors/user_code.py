@@ -50,24 +50,6 @@ RETURNS = {
 }
 """For each method the shortest last line that fulfils the contract."""
 
-UNDER_VMAP = {
-    "data-dependent control flow": (
-        "a branch on a tensor",
-        "write torch.where(condition, a, b) for `a if condition else b`",
-    ),
-    ".item()": (
-        "a number taken out of a tensor",
-        "write steps without .item(), float() and int() of tensors",
-    ),
-    "dynamic shape": (
-        "a tensor whose shape depends on values",
-        "write torch.where(condition, x, 0) for x[condition]",
-    ),
-    "inplace": ("a change in place", "write x = x + y for x += y"),
-    "match the broadcast shape": ("a change in place", "write x = x + y for x += y"),
-}
-"""Parts of PyTorch's messages about vmap: what they mean in a rule, and what to write instead."""
-
 
 @contextmanager
 def translate_errors(translate: Callable[[str], RaysimError]) -> Iterator[None]:
@@ -109,11 +91,6 @@ def described(error: BaseException) -> str:
         place = place_of_error(error)
         places = ", ".join(filter(None, (_method(error), place)))
         return message if place in message else f"{message} ({places})"
-    if any(frame.f_globals.get("__name__") == "torch._functorch.vmap" for frame in _frames(error)):
-        for part, (meaning, write) in UNDER_VMAP.items():
-            if part in message:
-                message, advice = f"{meaning} under vmap", f"; {write}"
-                break
     if operation := operation_without_kernel(error):
         message = f"{operation} has no deterministic kernel on a GPU"
         advice = "; use another layer or function, or set resources.deterministic=false"

@@ -110,8 +110,8 @@ class LearningTask:
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the loss of each example, [B].
 
-        The engine averages over the real examples, so padding of the batch never counts. The method
-        runs under `torch.func.vmap`: it must not branch on a tensor or call `.item()`.
+        The engine averages over the examples. On a GPU local steps are captured: a method that
+        branches on a tensor or calls `.item()` works there too, but its steps take longer.
 
         Args:
             outputs: the net's outputs, [B, ...].
@@ -148,7 +148,7 @@ class LearningTask:
         if self.loss_reduction == "batch" or weights is None:
             return values
         weights = weights.to(values.dtype)  # counts are integers, and a quotient of them float32
-        total = (weights if batch.mask is None else weights * batch.mask).sum()
+        total = weights.sum()
         return values * (batch.size / torch.where(total > 0, total, 1.0))
 
     def single_losses(self, outputs: Tensor, batch: Batch) -> Tensor:

@@ -76,11 +76,6 @@ class LossTask(LearningTask):
         """
         y = self._targets(outputs, batch.y)
         if self.loss_reduction == "batch":
-            if batch.mask is not None:
-                raise ValueError(
-                    f"the loss '{self.name}' is one of all examples of a batch together, so a "
-                    "batch cannot be padded; use batching.mode=loop"
-                )
             return self.user_loss.of_batch(outputs, y).expand(len(y))
         return self.user_loss.of_examples(self.reading, outputs, y)
 
@@ -102,7 +97,7 @@ class LossTask(LearningTask):
 
         Args:
             outputs: the net's outputs, [B, ...].
-            batch: the batch, without padding.
+            batch: the batch, with the targets as `y`, [B, ...].
 
         Raises:
             ValueError: they differ, and the function gets tokens.

@@ -22,9 +22,10 @@ from raysim.models.flat import Model
 from raysim.numerics.inner_products import ROW_ALIGNMENT
 from raysim.randomness import generator, key_words
 from raysim.rules.batch import Batch
-from raysim.training.batches.batch_layouts import PaddedBatch, PooledBatch
+from raysim.system.device_copies import on_device
 from raysim.training.batches.batch_order import batch_positions, batch_slice, batches_per_pass
 from raysim.training.batches.dropout_numbers import DropoutNumbers, HostNumbers, device_numbers
+from raysim.training.batches.pooled_batch import PooledBatch
 from raysim.training.messages import ClientTask
 
 PREFETCH_EXAMPLES = 1024
@@ -157,98 +158,6 @@ class ClientBatches:
         for i in range(batches_per_pass(n, size, needs_two)):
             yield batch_slice(i, n, size, needs_two)
 
-    def stacked(
-        self,
-        tasks: list[ClientTask],
-        mine: list[np.ndarray],
-        prepared: list[list[tuple[Batch, ...]]],
-    ) -> Iterator[PaddedBatch]:
-        """Yield the batches of several clients side by side, step by step.
-
-        Args:
-            tasks: the clients, in decreasing order of steps: those that still train are the first.
-            mine: [n] for each client, positions of its examples.
-            prepared: for each client the batches that its rule prepared, a tuple for each batch of
-                its pass; [] for none.
-
-        Yields:
-            The batches of the clients that still train.
-        """
-        places = [
-            list(self.positions(task, indices)) for task, indices in zip(tasks, mine, strict=True)
-        ]
-        draws = self.draws(tasks, [sum(map(len, batches)) for batches in places])
-        for step in range(tasks[0].steps):
-            live = sum(task.steps > step for task in tasks)
-            indices = [mine[k][places[k][step]] for k in range(live)]
-            sizes = [len(part) for part in indices]
-            x, y = self._padded_examples(indices, draws)
-            drops = self._padded_drops(draws[:live], sizes)
-            private = self._private_noise_of_all(draws[:live])
-            due = [batches[step % len(batches)] for batches in prepared[:live] if batches]
-            yield PaddedBatch(
-                x,
-                y,
-                self._real(sizes),
-                drops,
-                private,
-                *self._padded_prepared(due),
-                self._padded_noise(draws[:live], sizes),
-            )
-
-    def _padded_examples(
-        self, indices: list[np.ndarray], draws: list[RandomStreams]
-    ) -> tuple[Tensor, Tensor]:
-        """Gather x and y, [K, B, ...] each, padded with the last example of each client."""
-        sizes = [len(part) for part in indices]
-        width = max(sizes)
-        padded = np.stack([np.pad(part, (0, width - len(part)), mode="edge") for part in indices])
-        x, y = self.examples.batch(padded.reshape(-1), _crops(draws, sizes, width))
-        return x.unflatten(0, (-1, width)), y.unflatten(0, (-1, width))
-
-    def _padded_drops(
-        self, draws: list[RandomStreams], sizes: list[int]
-    ) -> tuple[tuple[Tensor, ...], ...]:
-        """Draw the dropout masks, [K, B, ...] each, as sets of one mask for each layer."""
-        of_clients = [self.masks(d, n, max(sizes)) for d, n in zip(draws, sizes, strict=True)]
-        return tuple(
-            tuple(torch.stack(masks) for masks in zip(*same_set, strict=True))
-            for same_set in zip(*of_clients, strict=True)
-        )
-
-    def _private_noise_of_all(self, draws: list[RandomStreams]) -> Tensor | None:
-        """Draw the noise of private steps, [K, P]; None without it."""
-        if not self.noisy:
-            return None
-        noise = [self.private_noise(d) for d in draws]
-        return torch.stack([z for z in noise if z is not None])
-
-    def _padded_noise(
-        self, draws: list[RandomStreams], sizes: list[int]
-    ) -> dict[str, Tensor] | None:
-        """Draw the numbers that the rule declares, [K, ...] each; None without them."""
-        if not self.noise_specs:
-            return None
-        of_clients = [self.noise(d, n, max(sizes)) for d, n in zip(draws, sizes, strict=True)]
-        return {key: torch.stack([z[key] for z in of_clients]) for key in self.noise_specs}
-
-    def _padded_prepared(
-        self, due: list[tuple[Batch, ...]]
-    ) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor | None]:
-        """Stack the batches that rules prepared for a step: x and y of each, and their mask."""
-        prepared = tuple(
-            (_padded([b.x for b in same]), _padded([b.y for b in same]))
-            for same in zip(*due, strict=True)
-        )
-        return prepared, self._real([len(batches[0].y) for batches in due]) if due else None
-
-    def _real(self, sizes: list[int]) -> Tensor | None:
-        """Return the mask [K, B], 1 for real examples and 0 for padding; None without padding."""
-        if min(sizes) == max(sizes):
-            return None
-        real = np.arange(max(sizes)) < np.array(sizes)[:, None]
-        return torch.from_numpy(real).to(self.model.device, self.model.dtype)
-
     def pool(self, tasks: list[ClientTask], mine: list[np.ndarray]) -> PooledBatch:
         """Gather the batches of tasks with one step each.
 
@@ -266,7 +175,7 @@ class ClientBatches:
         ]
         sizes = [len(batch) for batch in indices]
         draws = self.draws(tasks, sizes)
-        x, y = self.images(np.concatenate(indices), _crops(draws, sizes, None))
+        x, y = self.images(np.concatenate(indices), _crops(draws, sizes))
         masks = [self.masks(d, n) for d, n in zip(draws, sizes, strict=True)]
         drop = tuple(
             torch.cat(parts) for parts in zip(*(sets[0] for sets in masks if sets), strict=True)
@@ -349,15 +258,14 @@ class ClientBatches:
             return None
         # Drawn on the CPU, in float32: the numbers are the same on any device and for any dtype.
         noise = draws.private_noise.standard_normal(self.model.size, dtype=np.float32)
-        return torch.from_numpy(noise).to(self.model.device, self.model.dtype)
+        return on_device(noise, self.model.device, self.model.dtype)
 
-    def noise(self, draws: RandomStreams, n: int, width: int | None = None) -> dict[str, Tensor]:
+    def noise(self, draws: RandomStreams, n: int) -> dict[str, Tensor]:
         """Draw the random numbers of one step that the rule declares.
 
         Args:
             draws: the streams of the task.
             n: number of examples, for shapes that begin with "B".
-            width: number of examples to which these are padded with zeros; None: no padding.
 
         Returns:
             The numbers by name; {} without any.
@@ -366,24 +274,16 @@ class ClientBatches:
         for key, (shape, distribution) in self.noise_specs.items():
             rng = draws.noise[key]
             draw = rng.standard_normal if distribution == "normal" else rng.random
-            # Padding follows the draw, so the numbers do not depend on the other clients of a
-            # block.
             numbers = draw(tuple(n if size == "B" else size for size in shape), dtype=np.float32)
-            numbers = np.asarray(numbers)
-            if shape[:1] == ("B",):
-                numbers = _padded_rows(numbers, width)
-            drawn[key] = torch.from_numpy(numbers).to(self.model.device, self.model.dtype)
+            drawn[key] = on_device(np.asarray(numbers), self.model.device, self.model.dtype)
         return drawn
 
-    def masks(
-        self, draws: RandomStreams, n: int, width: int | None = None
-    ) -> tuple[tuple[Tensor, ...], ...]:
+    def masks(self, draws: RandomStreams, n: int) -> tuple[tuple[Tensor, ...], ...]:
         """Draw the dropout masks of one step, scaled to keep the mean.
 
         Args:
             draws: the streams of the task.
             n: number of examples.
-            width: number of examples to which the masks are padded with zeros; None: no padding.
 
         Returns:
             The masks [n, ...] of all layers, for each independent set; () without dropout.
@@ -398,8 +298,6 @@ class ClientBatches:
                 kept = numbers.take(n * math.prod(shape)).view(n, *shape) >= rate
                 # The limit avoids 0 / 0 at rate 1.
                 mask = kept.to(self.model.dtype) * (1 / max(1 - rate, 1e-30))
-                if width is not None and width > n:
-                    mask = torch.cat([mask, mask.new_zeros(width - n, *shape)])
                 masks.append(mask)
             sets.append(tuple(masks))
         return tuple(sets)
@@ -413,7 +311,11 @@ class PrefetchedBatches:
     """
 
     def __init__(
-        self, client_batches: ClientBatches, tasks: list[ClientTask], mine: list[np.ndarray]
+        self,
+        client_batches: ClientBatches,
+        tasks: list[ClientTask],
+        mine: list[np.ndarray],
+        apart: bool = False,
     ):
         """Plan the batches of all tasks.
 
@@ -421,6 +323,8 @@ class PrefetchedBatches:
             client_batches: gathers the examples.
             tasks: the tasks, in the order in which they train.
             mine: [n] for each client, positions of its examples.
+            apart: whether batches of different tasks are gathered apart, because the tasks train on
+                streams of their own.
         """
         self.client_batches = client_batches
         by_task = [
@@ -429,6 +333,10 @@ class PrefetchedBatches:
         ]
         examples = [sum(map(len, batches)) for batches in by_task]
         self.draws = client_batches.draws(tasks, examples)
+        if apart:
+            for draw in self.draws:
+                if draw.dropout is not None:
+                    draw.dropout.compute()
         self.indices = [indices for batches in by_task for indices in batches]
         """Positions in the training set, for each batch of all tasks."""
         self.owners = [k for k, batches in enumerate(by_task) for _ in batches]
@@ -439,7 +347,8 @@ class PrefetchedBatches:
         self.groups = [
             list(group)
             for _, group in groupby(
-                range(len(self.indices)), key=lambda i: ends[i] // PREFETCH_EXAMPLES
+                range(len(self.indices)),
+                key=lambda i: (self.owners[i] if apart else 0, ends[i] // PREFETCH_EXAMPLES),
             )
         ]
         """Batches that are gathered together, by their index."""
@@ -469,7 +378,6 @@ class PrefetchedBatches:
             yield Batch(
                 x,
                 y,
-                None,
                 client_batches.masks(draws, len(y)),
                 noise=client_batches.noise(draws, len(y)),
                 private_noise=client_batches.private_noise(draws),
@@ -494,28 +402,11 @@ class PrefetchedBatches:
         return {i: (x[span], y[span]) for i, span in spans.items()}
 
 
-def _padded_rows(numbers: np.ndarray, width: int | None) -> np.ndarray:
-    """Return an array [n, ...] padded with zeros to `width` rows; None: as it is."""
-    if width is None or width == len(numbers):
-        return numbers
-    return np.pad(numbers, ((0, width - len(numbers)), *[(0, 0)] * (numbers.ndim - 1)))
-
-
-def _padded(parts: Sequence[Tensor]) -> Tensor:
-    """Stack K tensors [b_k, ...] to [K, B, ...], each padded with its last entry."""
-    width = max(len(part) for part in parts)
-    return torch.stack([torch.cat([p, p[-1:].expand(width - len(p), *p.shape[1:])]) for p in parts])
-
-
-def _crops(draws: list[RandomStreams], sizes: list[int], width: int | None) -> np.ndarray | None:
-    """Draw the augmentation numbers of one step, [B, 3] per client; None without augmentation.
-
-    With `width`, those of each client are padded to this number of examples, like its batch.
-    """
-    # Empty without augmentation. In `stacked`, clients that are done have a generator but no size.
-    generators = [d.augment for d in draws if d.augment is not None]
+def _crops(draws: list[RandomStreams], sizes: list[int]) -> np.ndarray | None:
+    """Draw the augmentation numbers of one step, [n, 3]; None without augmentation."""
     of_clients = [
-        _padded_rows(g.random((n, NUMBERS_PER_AUGMENTATION)), width)
-        for g, n in zip(generators, sizes, strict=False)
+        draw.augment.random((size, NUMBERS_PER_AUGMENTATION))
+        for draw, size in zip(draws, sizes, strict=True)
+        if draw.augment is not None
     ]
     return np.concatenate(of_clients) if of_clients else None

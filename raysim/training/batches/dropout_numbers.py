@@ -21,6 +21,10 @@ NUMBERS_PER_CALL = 1 << 26
 class DropoutNumbers(Protocol):
     """Uniform numbers of one task, in [0, 1) and float32, in the order of its draws."""
 
+    def compute(self) -> None:
+        """Compute all numbers now, on the current stream, if they are not drawn one by one."""
+        ...
+
     def take(self, count: int) -> Tensor:
         """Return the next numbers, [count]."""
         ...
@@ -35,6 +39,9 @@ class HostNumbers:
 
     def __init__(self, rng: np.random.Generator):
         self._rng = rng
+
+    def compute(self) -> None:
+        """Do nothing: the numbers are drawn as they are taken."""
 
     def take(self, count: int) -> Tensor:
         """Return the next numbers, [count]."""
@@ -54,6 +61,11 @@ class DeviceNumbers:
         self._k = k
         self._taken = 0
         self._device = shared.device
+
+    def compute(self) -> None:
+        """Compute the numbers of all tasks that are computed together."""
+        if self._shared is not None:
+            self._shared.numbers(self._k)
 
     def take(self, count: int) -> Tensor:
         """Return the next numbers, [count]."""

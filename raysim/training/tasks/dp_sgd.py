@@ -40,22 +40,20 @@ def in_parts(batch: Batch, size: int) -> Iterator[Batch]:
     for start in range(0, n, count):
         part = slice(start, start + count)
         drops = tuple(tuple(mask[part] for mask in masks) for masks in batch.drops)
-        mask = None if batch.mask is None else batch.mask[part]
-        yield replace(batch, x=batch.x[part], y=batch.y[part], mask=mask, drops=drops)
+        yield replace(batch, x=batch.x[part], y=batch.y[part], drops=drops)
 
 
-def clipped_sum(rows: Tensor, clip: float | None, mask: Tensor | None = None) -> Tensor:
+def clipped_sum(rows: Tensor, clip: float | None) -> Tensor:
     """Return the sum of clipped gradients, Σ_k g_k min(1, clip / ‖g_k‖).
 
     Args:
         rows: per-example gradients g_k, [B, P].
         clip: maximum norm of a gradient; None: unlimited.
-        mask: [B], 1 for real examples and 0 for padding; None if all are real.
 
     Returns:
-        The sum over the real examples, [P]. A zero gradient adds zero.
+        The sum over the examples, [P]. A zero gradient adds zero.
     """
-    factors = rows.new_ones(len(rows)) if mask is None else mask
+    factors = rows.new_ones(len(rows))
     if clip is not None:
         norms = (rows * rows).sum(1).sqrt()
         factors = factors * torch.clamp(clip / norms.clamp(min=1e-30), max=1.0)

@@ -75,7 +75,6 @@ def forward_pass(
     levels: list[Tensor] | None,
     mode: PassMode,
     buffers: Tensor | None,
-    mask: Tensor | None,
     drop: tuple[Tensor, ...],
     moved: list[Tensor],
 ) -> tuple[Tensor, Tensor | None]:
@@ -89,7 +88,6 @@ def forward_pass(
         levels: list to which the output of every stage is appended; None stores none.
         mode: mode of the pass.
         buffers: [Q], the running BatchNorm statistics; None if the pass uses none.
-        mask: [B], 1 for real examples; None if all are real.
         drop: dropout masks, in the order of calls.
         moved: list to which mode "train" appends the new statistics [Q].
 
@@ -102,7 +100,6 @@ def forward_pass(
         model.set_training(module, mode != "eval")
     frame.mode = mode
     frame.in_place = False
-    frame.mask = mask
     frame.drop = drop
     frame.buffers = buffers
     frame.moved = {}
@@ -122,7 +119,6 @@ def forward_pass(
         return out, None if features is None else features.flatten(1)
     finally:
         # Tensors of `torch.func.vmap` must not outlive it.
-        frame.mask = None
         frame.drop = ()
         frame.buffers = None
         frame.moved = {}
@@ -162,7 +158,6 @@ def one_by_one(
                 None if levels is None else outputs,
                 mode,
                 buffers,
-                None,
                 masks,
                 [],
             )

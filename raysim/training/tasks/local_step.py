@@ -1,11 +1,11 @@
 """The local step, w <- w - lr u, and the constants of a client's local training.
 
-u is a rule's descent direction after clipping, weight decay and the optimizer. The trainers of
-`loop_trainer` and `vmap` make the steps of a round.
+u is a rule's descent direction after clipping, weight decay and the optimizer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,8 @@ class LocalSettings:
 
     t: int | Tensor = 0
     """The round in which the client started."""
-    lr: float = 0.0
-    """η_l of that round, or of the step; there a tensor under vmap."""
+    lr: float | Tensor = 0.0
+    """η_l of that round, or of the step; in the steps of a lane a tensor, if it varies."""
     weight_decay: float = 0.0
     """The factor of the parameters that is added to a descent direction."""
     clip: float | None = None
@@ -89,13 +89,13 @@ def stepped(w: Tensor, u: Tensor, lr: float | Tensor) -> Tensor:
     Args:
         w: [P], the parameters before the step.
         u: [P], the direction of the step.
-        lr: the step size; a tensor under vmap.
+        lr: the step size; a tensor on lanes, if it varies.
     """
     # `alpha` takes numbers only.
     return w - lr * u if isinstance(lr, Tensor) else torch.add(w, u, alpha=-lr)
 
 
-def step_in_place(w: Tensor, u: Tensor, lr: float) -> None:
+def step_in_place(w: Tensor, u: Tensor, lr: float | Tensor) -> None:
     """Make the step of `stepped` in w itself, with the same bits.
 
     Args:
@@ -103,4 +103,21 @@ def step_in_place(w: Tensor, u: Tensor, lr: float) -> None:
         u: [P], the direction of the step.
         lr: the step size.
     """
-    w.add_(u, alpha=-lr)
+    if isinstance(lr, Tensor):
+        w.sub_(lr * u)
+    else:
+        w.add_(u, alpha=-lr)
+
+
+def steps_in_place(parts: Sequence[Tensor], along: Sequence[Tensor], lr: float | Tensor) -> None:
+    """Make the step of `stepped` in each of several tensors, with the same bits.
+
+    Args:
+        parts: parts of the parameters; changed.
+        along: the direction of the step in each part.
+        lr: the step size.
+    """
+    if isinstance(lr, Tensor):
+        torch._foreach_sub_(parts, torch._foreach_mul(along, lr))  # pyright: ignore[reportPrivateImportUsage]  # torch exports them, untyped
+    else:
+        torch._foreach_add_(parts, along, alpha=-lr)  # pyright: ignore[reportPrivateImportUsage]  # torch exports it, untyped

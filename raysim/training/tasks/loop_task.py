@@ -18,7 +18,7 @@ from raysim.rules.losses import Loss, Net, task_loss
 from raysim.rules.task import PassMode
 from raysim.training.tasks.fast_gradient import FastGradient, by_autograd
 from raysim.training.tasks.forward_pass import ForwardPass
-from raysim.training.tasks.local_step import LocalSettings, step_in_place
+from raysim.training.tasks.local_step import LocalSettings, step_in_place, steps_in_place
 from raysim.training.tasks.task import ModelTask
 
 
@@ -92,6 +92,16 @@ class LoopTask(ModelTask):
         self.memo.start(self.local_params, global_params)
         return self.local_params
 
+    def forget(self) -> None:
+        """Forget what earlier steps computed, so that the next one computes all that it needs.
+
+        A captured step is replayed when what it was captured with may have changed.
+        """
+        self.memo.forget()
+        self.unreached = None
+        self.others.forget()
+        self.constants.forget()
+
     @property
     def local_params(self) -> Tensor:
         """The parameters of the client in training, [P]."""
@@ -103,7 +113,7 @@ class LoopTask(ModelTask):
 
     def rng(self, stream: str) -> Generator:
         """Return a keyed generator. See `Task.rng`."""
-        # Refused in this mode too, so that a rule that runs here also runs under vmap.
+        # Refused on every device, since a captured step would draw the same numbers each time.
         if self.in_steps:
             return super().rng(stream)
         return generator(self.settings.seed, f"client rule {stream}", int(self.t), self.facts[1])
@@ -135,7 +145,7 @@ class LoopTask(ModelTask):
             pairs = zip(self.trained.views, gradients, strict=True)
             reached = [(view, part) for view, part in pairs if part is not None]
             views, parts = [view for view, _ in reached], [part for _, part in reached]
-        torch._foreach_add_(views, parts, alpha=-self.settings.lr)  # pyright: ignore[reportPrivateImportUsage]  # torch exports it, untyped
+        steps_in_place(views, parts, self.settings.lr)
         self.losses.append(loss)
 
     def _grad(
@@ -282,7 +292,12 @@ class GradientMemo:
             global_params: [P], the global model's. A gradient at one of them is found at the other
                 too.
         """
+        self.forget()
         self._start = _Version(local_params), _Version(global_params)
+
+    def forget(self) -> None:
+        """Forget the gradient, and at which point training began."""
+        self._start = ()
         self._point = self._gradient = self._batch = self._loss = None
 
     def keep(self, w: Tensor, batch: Batch, loss: Loss, gradient: Tensor) -> None:
@@ -383,6 +398,11 @@ class BoundCopies:
             copy.w, copy.version = w, w._version
         self._copies = [other for other in self._copies if other is not copy] + [copy]
         return copy
+
+    def forget(self) -> None:
+        """Forget the vectors, so that the next use of each copies it again."""
+        for copy in self._copies:
+            copy.w = None
 
     def _idle(self) -> BoundCopy | None:
         """Return the copy to bind anew: the free one used longest ago; None to make another."""

@@ -30,7 +30,7 @@ class ModelTask(Task):
         model: Model,
         settings: LocalSettings,
         global_buffers: Tensor | None = None,
-        facts: tuple[int, int] | Tensor = (0, 0),
+        facts: tuple[int, int] | tuple[Tensor, Tensor] = (0, 0),
     ):
         """Describe one client's problem.
 
@@ -38,7 +38,7 @@ class ModelTask(Task):
             model: the net.
             settings: the constants of the client's training.
             global_buffers: [Q], the BatchNorm statistics that came with the broadcast; None: zeros.
-            facts: number of local steps, and number of the client; under vmap a tensor [2].
+            facts: number of local steps, and number of the client; in the steps of a lane tensors.
         """
         self.model = model
         self.settings = settings
@@ -76,7 +76,7 @@ class ModelTask(Task):
         return self.facts[0]
 
     @property
-    def lr(self) -> float:
+    def lr(self) -> float | Tensor:
         """Step size; see `Task`."""
         return self.settings.lr
 
@@ -113,7 +113,12 @@ class ModelTask(Task):
             if not isinstance(number, Tensor | SupportsFloat) or isinstance(number, str):
                 kind = type(number).__name__
                 raise ValueError(f"task.log: {name} is a {kind}; log one real number")
-            value = torch.as_tensor(number, device=self.model.device).detach()
+            device = self.model.device
+            if isinstance(number, float | int):
+                # Filled, since a copy from the host would wait for a GPU.
+                value = torch.full((), float(number), dtype=self.model.dtype, device=device)
+            else:
+                value = torch.as_tensor(number, device=device).detach()
             if value.numel() != 1 or value.is_complex():
                 raise ValueError(
                     f"task.log: {name} is a tensor of shape {list(value.shape)} and type "
@@ -194,8 +199,8 @@ class ModelTask(Task):
         # A loss of the rule's may read noise or prepared batches, which `in_parts` does not cut.
         for part in in_parts(batch, self.model.size) if self.model.is_own_loss(loss) else [batch]:
             rows, values = self._sample_grads(w, part, loss, "train")
-            total = total + clipped_sum(rows, privacy.max_grad_norm, part.mask)
-            plain = plain + (values if part.mask is None else values * part.mask).sum()
+            total = total + clipped_sum(rows, privacy.max_grad_norm)
+            plain = plain + values.sum()
         self.losses.append((plain / count).detach())
         if privacy.max_grad_norm is not None and batch.private_noise is not None:
             total = total + privacy.max_grad_norm * privacy.noise_multiplier * batch.private_noise
@@ -262,7 +267,7 @@ class ModelTask(Task):
 
         Args:
             w: parameters [P].
-            batches: batches of examples, without padding.
+            batches: batches of examples.
 
         Returns:
             The mean over all examples of their squared gradients at w, [P], in mode "eval".
@@ -334,8 +339,8 @@ class ModelTask(Task):
         mask = torch.zeros_like(direction, dtype=torch.bool)
         parts = mask.split(list(self.segments))
         for index, along in enumerate(direction.split(list(self.segments))):
-            if index in self.unreached and not along.any():
-                parts[index].fill_(True)
+            if index in self.unreached:
+                parts[index].copy_(~along.any())
         return mask
 
     def descend(self, w: Tensor, direction: Tensor) -> Tensor:

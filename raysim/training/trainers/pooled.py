@@ -29,7 +29,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.contract import PLAIN_STEP, ClientRule, ServerRule, overridden
 from raysim.rules.tasks.learning_task import LearningTask
 from raysim.system.signals import reraise_stop
-from raysim.training.batches.batch_layouts import PooledBatch
+from raysim.training.batches.pooled_batch import PooledBatch
 from raysim.training.messages import Block, Broadcast
 from raysim.training.trainers.loop_trainer import LoopTrainer
 from raysim.training.uploads.upload_sum import UploadSum

@@ -1,16 +1,14 @@
 """The base class of the trainers of all modes.
 
 A block is the unit of work. Its result is a pure function of the broadcast, its tasks, the data and
-the seed of the run. Any worker can therefore compute it, and compute it again. In loop mode the
-bits of a client do not depend on the other clients of its block. Under vmap they do, so the block
-size is then part of the identity of the run.
+the seed of the run. Any worker can therefore compute it, and compute it again.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from raysim.errors import ContractError
 from raysim.rules.contract import State
@@ -30,7 +28,7 @@ from raysim.training.uploads.client_update import ClientUpdate
 from raysim.training.uploads.upload_chain import UploadChain
 from raysim.training.uploads.upload_sum import UploadLayout, UploadSum
 
-TrainingMode = Literal["loop", "vmap", "pooled"]
+TrainingMode = Literal["loop", "lanes", "pooled"]
 """Mode in which the clients of a block train: one after the other, side by side, or as one."""
 
 
@@ -39,9 +37,6 @@ class Trainer(ABC):
 
     A subclass implements `train_block`.
     """
-
-    channels_last: ClassVar[bool] = True
-    """Whether images of a convolutional net use this memory format on a CPU."""
 
     def __init__(self, group: ClientGroup, parts: WorkerParts):
         """Prepare to train.
@@ -81,7 +76,7 @@ class Trainer(ABC):
         """The constants of the training of all clients, for version 0 of the model."""
         self.task = LoopTask(model, self.settings, fast=matches_autograd(model))
         """The nets on which one client after the other trains; each client's start sets them."""
-        channels_last = model.channels_last and model.device.type == "cpu" and self.channels_last
+        channels_last = model.channels_last and model.device.type == "cpu"
         # `noise` is code of the rule's, and may raise anything.
         with translate_errors(ContractError):
             noise = declared_noise(client, client.noise(self.task))

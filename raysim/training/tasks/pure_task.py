@@ -1,4 +1,4 @@
-"""The task of one client of many that train side by side under `torch.func.vmap`."""
+"""A task as a pure function of tensors, for attacks that differentiate a client's training."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from raysim.training.tasks.forward_pass import ForwardPass, forward_pass
 from raysim.training.tasks.task import ModelTask
 
 
-class VmapTask(ModelTask):
-    """One client of many, inside `torch.func.vmap`: everything is a pure function."""
+class PureTask(ModelTask):
+    """A client's problem without any state: gradients by `torch.func`, also under its `vmap`."""
 
     def _grad(
         self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, buffers: Tensor | None
@@ -89,8 +89,6 @@ class VmapTask(ModelTask):
             x: Tensor, first: int, levels: list[Tensor] | None
         ) -> tuple[Tensor, Tensor | None]:
             drop = batch.drop if dropout else ()
-            return forward_pass(
-                self.model, w, x, first, levels, mode, buffers, batch.mask, drop, moved
-            )
+            return forward_pass(self.model, w, x, first, levels, mode, buffers, drop, moved)
 
         return ForwardPass(self.model, batch.x, call)

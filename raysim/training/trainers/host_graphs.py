@@ -1,0 +1,120 @@
+"""A stand-in for CUDA graphs on a CPU: PyTorch's operations are recorded, and called again.
+
+As in a graph, the operations of a replay are those of the capture, on the same memory. Numbers that
+Python had at the capture are constants of the replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "unique", "unique_dim")
+"""Operations whose result the host has to read, or whose shape depends on values."""
+
+READING_METHODS = ("tolist", "numpy", "__array__")
+"""Methods of a tensor that read its values without an operation."""
+
+
+class HostGraphs:
+    """Streams and graphs of a CPU, for rehearsals; see `Graphs`."""
+
+    def stream(self) -> None:
+        """Return None: a CPU has no streams."""
+
+    def on(self, stream: None) -> AbstractContextManager[Any]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def fork(self, stream: None) -> None:
+        """Do nothing: everything runs in turn."""
+
+    def join(self, stream: None) -> None:
+        """Do nothing: everything runs in turn."""
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Let whatever reads a tensor's values raise RuntimeError. See `Graphs.asking`."""
+        with _no_methods_that_read(), _RefuseReads():
+            yield
+
+    def capture(self, run: Callable[[], Any], stream: None) -> tuple[Any, Callable[[], None]]:
+        """Record the operations of a function. See `Graphs.capture`.
+
+        Recording computes, so the caller replays on values that are written again: those of the
+        memory before the capture are restored.
+        """
+        recorder = _Recorder()
+        with _no_methods_that_read(), recorder:
+            output = run()
+        recorder.undo()
+        return output, recorder.replay
+
+    def watch_memory(self) -> Callable[[], int]:
+        """Return a function that returns 1: a rehearsal needs no memory of its own."""
+        return lambda: 1
+
+    def free_bytes(self, share: float) -> int:
+        """Return room for some lanes."""
+        return 4
+
+
+class _RefuseReads(TorchDispatchMode):
+    """Refuses operations that a capture does not support."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in READS:
+            raise RuntimeError("the value of a tensor is read, which has to wait for the GPU")
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(_RefuseReads):
+    """Records operations, and what they overwrite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.overwritten: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            written = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            self.overwritten += [(tensor, tensor.detach().clone()) for tensor in written]
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        self.calls.append((func, args, kwargs, output))
+        return output
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Give all memory that operations overwrote its values from before."""
+        for tensor, value in reversed(self.overwritten):
+            tensor.copy_(value)
+        self.overwritten.clear()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Call all operations again, into the memory that they wrote at first."""
+        for func, args, kwargs, output in self.calls:
+            again = func(*args, **kwargs)
+            for memory, value in zip(tree_leaves(output), tree_leaves(again), strict=True):
+                if isinstance(memory, Tensor) and value.data_ptr() != memory.data_ptr():
+                    memory.copy_(value)
+
+
+@contextmanager
+def _no_methods_that_read() -> Iterator[None]:
+    """Let the methods of a tensor that read its values raise RuntimeError."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the value of a tensor is read, which has to wait for the GPU")
+
+    with patch.multiple(Tensor, **dict.fromkeys(READING_METHODS, refuse)):
+        yield
