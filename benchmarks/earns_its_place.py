@@ -1,17 +1,14 @@
 """Gain of each remaining optimisation alone: rounds with it compared with rounds without it.
 
-    python benchmarks/earns_its_place.py [gradient memory im2col graphs]
+    python benchmarks/earns_its_place.py [gradient memory]
         [--workloads w1 w2 w5 gradma]
 
-All four are measured by default, each on W1, W2, LeNet-5 (w5) and GradMA:
+Both are measured by default, each on W1, W2, LeNet-5 (w5) and GradMA:
 
 - `gradient`: the hand-written backward pass (`raysim.training.tasks.fast_gradient`) and autograd,
   CPU time of a round in loop mode in this process. It exists for chains of dense layers only.
 - `memory`: `raysim.distributed.shared_memory` and Ray's object store, CPU time of a round of all
   processes (this one, Ray's and its two actors).
-- `im2col`: convolutions as matrix products and torch's grouped ones, CPU time of a round under
-  vmap in this process.
-- `graphs`: CUDA graphs. They need a GPU, on which `benchmarks/gpu.py` compares them.
 
 Further workloads: `w3`; `tinynn` and `mlp5e5`, other dense nets; `trip2e5` and `trip1e6`, in which
 two clients make one step on one example, so that a round takes little more than its round trip
@@ -65,10 +62,6 @@ INLINE = {"resources": {"executor": "inline"}}
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gradient": [{**INLINE, "batching": {"mode": "loop"}}],
     "memory": [{"resources": {"executor": "ray", "actors": 2, "cpus": 0.5, "threads": 1}}],
-    "im2col": [
-        {**INLINE, "batching": {"mode": "vmap", "convolutions": convolutions}}
-        for convolutions in ("im2col", "direct")
-    ],
 }
 """Configurations of each optimisation, first with it; only one if it is switched off otherwise."""
 
@@ -107,8 +100,8 @@ def work_of(name: str) -> Workload:
 
 def configurations() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
     """Yield image shape and configuration of each run that can be measured."""
-    for what, variants in VARIANTS.items():
-        for name in ("w2", "w5") if what == "im2col" else (*DEFAULT_WORKLOADS, "trip2e5"):
+    for variants in VARIANTS.values():
+        for name in (*DEFAULT_WORKLOADS, "trip2e5"):
             for variant in variants:
                 yield work_of(name).shape, configuration(name, **variant)
 
@@ -187,18 +180,6 @@ def measure_gradient(name: str, given: argparse.Namespace) -> None:
     report("gradient", name, plan.problem.size, *taken)
 
 
-def measure_im2col(name: str, given: argparse.Namespace) -> None:
-    """Compare convolutions as matrix products with grouped convolutions, under vmap."""
-    if work_of(name).net == "mlp":  # W1 and W3, and the dense nets of `MODELS`
-        raise NotMeasured("this net has no convolutions")
-    runs = []
-    for plan in plans(name, "im2col"):
-        executor = Inline()
-        executor.open(plan)
-        runs.append(started(plan, executor))
-    report("im2col", name, plan.problem.size, *take_turns_inline(given, *runs))
-
-
 def measure_memory(name: str, given: argparse.Namespace) -> None:
     """Compare shared buffers with the object store, on two actors."""
     from raysim.distributed.ray_executor import RayExecutor
@@ -232,16 +213,9 @@ def measure_memory(name: str, given: argparse.Namespace) -> None:
         report("memory", name, plan.problem.size, *taken)
 
 
-def measure_graphs(name: str, given: argparse.Namespace) -> None:
-    """Report that CUDA graphs are not measured here."""
-    raise NotMeasured("needs a GPU; `python benchmarks/gpu.py` compares CUDA graphs on one")
-
-
 MEASURES = {
     "gradient": measure_gradient,
     "memory": measure_memory,
-    "im2col": measure_im2col,
-    "graphs": measure_graphs,
 }
 
 

@@ -3,10 +3,9 @@
     python benchmarks/gpu.py [--models lenet5 resnet20] [--blocks 1 8 32 128] [--repeats 5]
 
 FedAvg on random 3×32×32 images, 128 of 1,000 clients, five steps of 64, all in this process. Each
-block size is trained under vmap with torch's own convolutions and with im2col, each with and
-without CUDA graphs. The peak is the speed of a product of two large float32 matrices in the same
-run. `--device cpu` tries the script without a GPU and without graphs. The modes take turns. The
-script prints medians and ratios. It asserts nothing.
+block size is trained on lanes, with and without captured steps. The peak is the speed of a product
+of two large float32 matrices in the same run. `--device cpu` tries the script without a GPU. The
+modes take turns. The script prints medians and ratios. It asserts nothing.
 """
 
 from __future__ import annotations
@@ -62,15 +61,9 @@ def plan(model: str, cohort: int, block: dict[str, Any], device: str, data: Data
 def ways(sizes: list[int], device: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {"loop": {"mode": "loop"}}
     for size in sizes:
-        for convolutions in ("direct", "im2col"):
-            for graphs in (True, False) if device == "cuda" else (False,):
-                name = f"vmap of {size}, {convolutions}{', graphs' * graphs}"
-                found[name] = {
-                    "mode": "vmap",
-                    "size": size,
-                    "convolutions": convolutions,
-                    "cuda_graphs": graphs,
-                }
+        for capture in (True, False) if device == "cuda" else (False,):
+            name = f"lanes, blocks of {size}{', captured' * capture}"
+            found[name] = {"mode": "lanes", "size": size, "capture": capture}
     return found
 
 

@@ -35,6 +35,7 @@ from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.prepare.resolve import prepare
 from raysim.runs import git
+from raysim.system.rehearsal import rehearsal
 from raysim.tracking import mlflow_client
 from raysim.tracking import spool_sender as tracking
 
@@ -98,6 +99,13 @@ def pictures() -> None:
 @pytest.fixture
 def tracked() -> None:
     """Send this test's runs to MLflow."""
+
+
+@pytest.fixture(autouse=True)
+def rehearsed() -> Iterator[None]:
+    """Let lanes capture and replay local steps on this CPU, as they do on a GPU."""
+    with rehearsal():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -208,8 +208,10 @@ class Stopwatch:
         self._round_started = now
         self._evaluation_seconds = 0.0
         trained = sum(done.error is None for outcome in results.workers for done in outcome.clients)
+        uncaptured = sum(outcome.uncaptured_steps for outcome in results.workers)
         return {
             "system/round_seconds": seconds,
             "system/clients_per_second": trained / seconds,
             "system/overhead_seconds": overhead,
+            **({"system/uncaptured_steps": uncaptured} if uncaptured else {}),
         }

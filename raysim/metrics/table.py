@@ -369,6 +369,12 @@ METRICS = (
         "clients trained a second of wall-clock time",
         EVERY_ROUND,
     ),
+    Metric(
+        "system/uncaptured_steps",
+        "steps",
+        "local steps on lanes that could not be captured as CUDA graphs",
+        "where there are any",
+    ),
     Metric("system/worker_utilization", "share", "part of the round in which workers train", RAY),
     Metric(
         "system/train_seconds",

@@ -2,8 +2,8 @@
 
 A net runs in two ways: as a `BoundModel`, a copy whose parameters and statistics are views of flat
 vectors (fast for one client), or with `torch.func.functional_call` on the views of any vector (for
-`torch.func.vmap` over many clients). PyTorch's own BatchNorm and Dropout layers compute by the
-forwards of raysim.models.keyed_layers, every other layer by its own.
+gradients of single examples, and for attacks). PyTorch's own BatchNorm and Dropout layers compute
+by the forwards of raysim.models.keyed_layers, every other layer by its own.
 """
 
 from __future__ import annotations

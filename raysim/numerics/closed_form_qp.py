@@ -5,6 +5,7 @@ sets first, and keeps the least violated one.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from math import isfinite, sqrt
 from typing import Any
@@ -19,7 +20,6 @@ from raysim.numerics.qp import (
     SmallTensorRule,
     add_segments,
 )
-from raysim.system.rehearsal import rehearses
 
 MIN_COSINE_DETERMINANT = 1e-12
 """Determinant of cosines below which columns are dependent: an angle of 1e-6 between two."""
@@ -29,6 +29,20 @@ ROUNDING_TOLERANCE = 1e-14
 
 COLUMN_PAIRS = ((0, 1), (0, 2), (1, 2))
 """Pairs of the three columns."""
+
+
+_formulas_for_gpus = False
+
+
+@contextmanager
+def formulas_for_gpus() -> Iterator[None]:
+    """Solve single problems on a CPU by the formulas for GPUs, which read no value of a tensor."""
+    global _formulas_for_gpus
+    before, _formulas_for_gpus = _formulas_for_gpus, True
+    try:
+        yield
+    finally:
+        _formulas_for_gpus = before
 
 
 def project3(
@@ -76,7 +90,7 @@ class _Project3(torch.autograd.Function):
     def forward(
         p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], small: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if p.device.type != "cpu" or rehearses():
+        if p.device.type != "cpu" or _formulas_for_gpus:
             projected, active, moved = _many(p[None], a[None], b[None], c[None], parts, small)
             return projected[0], active[0], moved[0]
         return _one(p, a, b, c, parts, small)

@@ -86,7 +86,7 @@ def _modes() -> tuple[bool, str]:
     import torch
 
     if not torch.cuda.is_available():
-        return True, "CUDA graphs are not compared with the other modes: no GPU"
+        return True, "modes of training are not compared: no GPU"
     from raysim.planning.execution_modes import compare_modes
 
     comparison = compare_modes()

@@ -4,9 +4,10 @@ A `ClientRule` is the computation of ONE client, a `ServerRule` that of the serv
 named pair. Rules are frozen dataclasses. Their fields are hyper-parameters, set from the
 configuration under the same names. Random numbers come from keyed streams (`task.rng`,
 `ClientRule.noise`, `reports.rng`), so that a run is repeatable; rules use no clock, file or Ray.
-The engine decides where and how they run: one client after the other, or many at once under
-`torch.func.vmap`. Therefore a client's step does not branch on a tensor, call `.item()` or change
-its arguments in place.
+The engine decides where and how they run. On a GPU a client's step is captured as a CUDA graph and
+replayed. Therefore it changes none of its arguments in place, and keeps nothing in Python from one
+call to the next. If it branches on a tensor or calls `.item()`, it runs uncaptured, which takes
+longer.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class ClientRule(Rule):
 
     The default is local SGD that sends delta = x - w. Override `loss` for another local loss,
     `direction` (or `step`) for other local steps, `finish` for other uploads, `begin` for another
-    start, and `evaluated` if clients are evaluated with another model than that. `loss`,
-    `direction` and `step` may run under vmap; the other methods run for one client at a time.
+    start, and `evaluated` if clients are evaluated with another model than that. On a GPU `loss`,
+    `direction` and `step` are captured; the other methods are not.
     """
 
     name: ClassVar[str] = ""
@@ -100,7 +101,6 @@ class ClientRule(Rule):
         most once per local step. Step i finds the result of batch i in `batch.prepared`, and starts
         again at the first one if the pass has fewer batches than the round has steps. This pass is
         not the pass of the steps, so `batch.prepared` and `batch.x` come from different examples.
-        Under vmap the prepared batches are padded like all others.
 
         Args:
             shared: the server's broadcast.
@@ -116,7 +116,7 @@ class ClientRule(Rule):
         """Return the random numbers that each local step needs, by name; {} for none.
 
         The engine draws them anew for each step, keyed by seed, name, round and client, and passes
-        them as `batch.noise[name]`. They are the same bits in a loop and under vmap. It is called
+        them as `batch.noise[name]`. They are the same bits in every mode. It is called
         once, before the run, so it must not depend on the client or the round.
 
         Args:

@@ -1,7 +1,7 @@
 """The `Task`: a client's training problem in one round, as its rule sees it.
 
 A rule calls these methods and nothing else of raysim. The same rule then trains one client after
-the other or many at once under `torch.func.vmap`.
+the other, or many side by side on a GPU.
 """
 
 from __future__ import annotations
@@ -104,27 +104,24 @@ class Task(SuggestsAttributes, ABC):
     @property
     @abstractmethod
     def client(self) -> int | Tensor:
-        """Number of the client, from 0; a tensor inside a step under vmap."""
+        """Number of the client, from 0; a tensor inside a step on a GPU."""
 
     @property
     @abstractmethod
     def group(self) -> str:
-        """Name of the client's group in the configuration; "" if it is in none.
-
-        Clients that train side by side under vmap are of one group.
-        """
+        """Name of the client's group in the configuration; "" if it is in none."""
 
     @property
     @abstractmethod
     def steps(self) -> int | Tensor:
-        """Local steps of this client in this round; a tensor inside a step under vmap."""
+        """Local steps of this client in this round; a tensor inside a step on a GPU."""
 
     @property
     @abstractmethod
     def lr(self) -> float | Tensor:
         """Step size of the local step; in `init` and `finish` the mean over the round's steps.
 
-        It is a tensor inside a step under vmap if the steps of a round have different sizes.
+        It is a tensor inside a step on a GPU if the step sizes of a run differ.
         """
 
     @property
@@ -132,7 +129,7 @@ class Task(SuggestsAttributes, ABC):
     def t(self) -> int | Tensor:
         """The round in which the client started.
 
-        It is a tensor inside a step under vmap if clients started in different rounds, or on a GPU.
+        It is a tensor inside a step on a GPU.
         """
 
     @property

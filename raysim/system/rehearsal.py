@@ -13,7 +13,7 @@ _rehearses = False
 
 
 def rehearses() -> bool:
-    """Return whether this process rehearses a GPU."""
+    """Return whether trainers that are made now treat the CPU as a GPU."""
     return _rehearses
 
 

@@ -128,7 +128,7 @@ def check_reduction(first: Mapping[str, Any], second: Mapping[str, Any], rtol: f
     Args:
         first: keys of one run, such as {"algorithm": {"name": "mine.py:mine", "mu": 0.0}}.
         second: keys of the other run, such as {"algorithm": "fedavg"}.
-        rtol: largest difference, as for `check_modes`; 0: equal bits.
+        rtol: largest difference, as for `check_captures`; 0: equal bits.
 
     Raises:
         AssertionError: the parameters differ.

@@ -150,6 +150,8 @@ class WorkerResult:
     """Uploads of single clients by key, in the order of `ids`."""
     seconds: float = 0.0
     """Duration of the training, in seconds."""
+    uncaptured_steps: int = 0
+    """Local steps on lanes that could not be captured as CUDA graphs, and took longer."""
     bytes: tuple[int, int] = (0, 0)
     """Bytes of the sums and of the single rows, if they are sent to another process."""
     versions: dict[int, int] = field(default_factory=dict)

@@ -32,7 +32,7 @@ from raysim.prepare.resolve import prepare
 from raysim.tracking import mlflow_client
 from raysim.tracking.late_sending import replay_spool
 from raysim.training.messages import Broadcast
-from raysim.training.tasks.vmap_task import VmapTask
+from raysim.training.tasks.pure_task import PureTask
 
 SMOOTH = program("gradient_inversion_smooth")
 
@@ -259,7 +259,7 @@ def test_signs_are_constants_so_nothing_is_lost_by_not_following_them(observe, m
     seen = observe(algorithm={"name": "fedreg_mg", "eta_s": 0.05, "ascent": 3})
     x = seen.simulation().starts(0)
     found = []
-    for input_grad in (gradient_simulator._AttackTask.input_grad, VmapTask.input_grad):
+    for input_grad in (gradient_simulator._AttackTask.input_grad, PureTask.input_grad):
         monkeypatch.setattr(gradient_simulator._AttackTask, "input_grad", input_grad)
         simulation = seen.simulation(attacker="adaptive", cost="l2")
         simulation.dry_run()

@@ -85,7 +85,7 @@ def test_print_config_runs(raysim_, small, tmp_path):
     assert said.code == 0 and said.err == ""
     resolved = yaml.safe_load(said.out)
     assert resolved["server"]["memory"] == 5 and resolved["local"]["lr"] == 0.01
-    assert resolved["batching"]["mode"] in ("loop", "vmap") and isinstance(
+    assert resolved["batching"]["mode"] in ("loop", "lanes") and isinstance(
         resolved["batching"]["size"], int
     )
     assert not list(Path().iterdir()), "nothing is written"

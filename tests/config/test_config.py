@@ -531,7 +531,7 @@ def test_what_touches_the_result_touches_the_fingerprint(small):
         "algorithm=fedprox",
         "algorithm.lr=0.5",
         "algorithm.weights=samples",
-        "batching={mode: vmap, size: 2}",
+        "batching={mode: lanes, size: 2}",
         "local.weight_decay=0.1",
         "local.max_grad_norm=1",
         "partition.val_fraction=0.1",
@@ -559,7 +559,7 @@ def test_what_touches_the_result_touches_the_fingerprint(small):
         [
             "partition={name: dirichlet, clients: 12, alpha: 1e-2}",
             "model=logistic",
-            "batching.mode=vmap",
+            "batching.mode=lanes",
         ],
         [
             "partition={name: virtual, clients: 1000}",
@@ -727,7 +727,7 @@ resources.gpus=-1                                   | resources.gpus      | 0
 resources.gpus=64                                   | resources.gpus      | 64 | this machine has
 resources.executor=ray resources.actors=5000        | resources.actors    | 5000 | this machine has
 resources.executor=ray resources.cpus=5000          | resources           | 5000 | this machine has
-batching.mode=vmapp                                    | batching.mode          | 'vmap'
+batching.mode=vmap                                     | batching.mode          | 'lanes'
 batching.size=0                                        | batching.size          | 1 | 'auto'
 batching.size=atuo                                     | batching.size          | 'auto'
 evaluate.every=-1                                   | evaluate.every      | 0

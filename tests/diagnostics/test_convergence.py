@@ -349,7 +349,7 @@ def saved(base: dict, algorithm: dict) -> tuple[list, list, list[dict[str, float
     return seen, xs, done.history
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_eps_l_and_eps_g_are_those_of_the_saved_vectors(mode, base):
     """Of two steps the second is what the update leaves: y_1 = x - η g_0 where the QP has nothing
     to do (asserted), so g̃_1 = d / η - g_0, to be compared with g_1 = ∇f_i(y_1). And p = β1 m̃ +

@@ -46,7 +46,7 @@ def loss(plan: Plan, w: torch.Tensor, client: int) -> float:
 
 
 @pytest.mark.usefixtures("pictures")
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_losses_before_and_after_are_those_of_the_saved_models(mode, base):
     config = {**base, **CONFIG, "algorithm": "fedprox", "batching": {"mode": mode, "size": 3}}
     config |= {

@@ -180,7 +180,7 @@ def test_figures_of_an_asynchronous_run_are_those_of_the_final_nets_predictions(
             assert last[f"clients/{metric}{end}"] == pytest.approx(value, rel=1e-5), (metric, end)
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_fine_tuning_is_gradient_descent_from_the_global_model(setup, mode):
     """Also for clients that never train, and for a rule with other local steps."""
     setup["algorithm"] = "gradma"
@@ -196,7 +196,7 @@ def test_fine_tuning_is_gradient_descent_from_the_global_model(setup, mode):
         assert row["fine_tuned_loss"] != pytest.approx(row["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_a_rule_names_the_model_that_a_client_uses(setup, rules, mode):
     """After one step on all examples, clients that took part use their own parameters."""
     setup |= {"client": f"{rules}:Keeps", "server": "fedavg", "rounds": 1}
@@ -238,7 +238,7 @@ def test_clients_are_evaluated_with_their_personal_parameters(setup):
     assert n_own == 6
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_fine_tuning_starts_from_the_model_that_a_client_uses(setup, rules, mode):
     """From the parameters with which a client ended, which `Keeps` names; from the global model before that."""
     setup |= {"client": f"{rules}:Keeps", "server": "fedavg", "rounds": 1}
@@ -318,7 +318,7 @@ def test_personal_statistics_are_those_of_the_evaluation(setup, source, engine):
     assert records[-1]["clients/loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap", "pooled"])
+@pytest.mark.parametrize("mode", ["loop", "lanes", "pooled"])
 def test_evaluation_does_not_change_training(setup, mode):
     """Held-out clients are the only part of it that does."""
     setup["batching"] = {"mode": mode}

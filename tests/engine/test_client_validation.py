@@ -130,7 +130,7 @@ def test_clients_without_validation_examples_still_have_a_test(setup, ragged):
     assert last["clients/without_val"] == 3
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_bits_do_not_depend_on_blocks_or_evaluations(setup, mode):
     setup["batching"] = {"mode": mode}
     whole = raysim.run(setup, {"run_dir": f"{setup['run_dir']}-a"}, tracking=False)

@@ -145,7 +145,7 @@ registry.discover()
 
 
 @pytest.mark.parametrize("client", sorted(CLIENT_RULES))
-def test_every_client_rule_in_a_group_is_the_same_in_loop_and_vmap(client, config, engine):
+def test_every_client_rule_in_a_group_is_the_same_in_loop_and_lanes(client, config, engine):
     """A group with the same rule changes nothing in a loop; with other settings, vmap equals the
     loop."""
     server = client if client in SERVER_RULES and fits(client, client) else "fedavg"
@@ -158,7 +158,7 @@ def test_every_client_rule_in_a_group_is_the_same_in_loop_and_vmap(client, confi
     assert all(map(np.array_equal, plain.executor.xs, named.executor.xs))
     groups = {"small": {"share": 0.4, "client": rule, "local": {"batch_size": 5, "lr": 0.1}}}
     looped, _ = engine(config(**given, groups=groups))
-    several, _ = engine(config("vmap", **given, groups=groups))
+    several, _ = engine(config("lanes", **given, groups=groups))
     assert distance(several.executor.xs, looped.executor.xs) < 1e-8
     assert distance(looped.executor.xs, plain.executor.xs) > 1e-6
 

@@ -129,14 +129,14 @@ ON_RAY = {"executor": "ray", "actors": 2, "threads": 1}
 
 
 @pytest.mark.parametrize(
-    "where", ["loop", "vmap", pytest.param("ray", marks=pytest.mark.ray), "buffered"]
+    "where", ["loop", "lanes", pytest.param("ray", marks=pytest.mark.ray), "buffered"]
 )
 def test_it_sees_what_clients_do_and_changes_nothing(where, config, source, tmp_path, request):
     if where == "ray":
         request.getfixturevalue("recycled_actors")
         config |= {"resources": ON_RAY}
-    elif where == "vmap":
-        config |= {"batching": {"mode": "vmap", "size": 2}}
+    elif where == "lanes":
+        config |= {"batching": {"mode": "lanes", "size": 2}}
     elif where == "buffered":
         config |= {
             "schedule": {
@@ -198,7 +198,7 @@ def test_a_run_is_resumed_with_another_text_of_its_probe(config, source):
     ("method", "mode"),
     [
         *((method, "loop") for method in ("request", "measure", "metrics", "evaluate", "follow")),
-        ("measure", "vmap"),
+        ("measure", "lanes"),
     ],
 )
 def test_one_that_raises_ends_the_run_in_one_message_and_nothing_is_lost(

@@ -1,5 +1,5 @@
 """What must hold of the dry run before a run: a client rule that breaks its contract, or that gives
-another result under vmap than alone, is refused by name, key and size of the difference; a right
+another result on lanes than alone, is refused by name, key and size of the difference; a right
 one never is."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from support.programs import program
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.dry_run import client_rule
-from raysim.prepare.dry_run.client_rule import RuleDryRun, batch_sizes, compare_loop_and_vmap
+from raysim.prepare.dry_run.client_rule import RuleDryRun, batch_sizes, compare_loop_and_lanes
 from raysim.prepare.dry_run.server_rule import broken_contract
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch
@@ -53,14 +53,14 @@ class Forgets(ForgetsAll):
 
 @pytest.fixture
 def given(base, ragged, source):
-    """given(rule, **sections): ragged clients under vmap, on a net with BatchNorm and dropout."""
+    """given(rule, **sections): ragged clients on lanes, on a net with BatchNorm and dropout."""
     path, net = source("rules", RULES), source("nets", NETS) + ":Net"
 
     def make(rule: str, more: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
         return {
             **base, "rounds": 1, "model": {"name": net}, "partition": ragged(SIZES), "schedule": {"cohort": 5},
             "client": {"name": f"{path}:{rule}", **(more or {})}, "server": "fedavg",
-            "local": {"steps": 2, "batch_size": 6, "lr": 0.05}, "batching": {"mode": "vmap", "size": 3}, **sections,
+            "local": {"steps": 2, "batch_size": 6, "lr": 0.05}, "batching": {"mode": "lanes", "size": 3}, **sections,
         }  # fmt: skip
 
     return make
@@ -69,7 +69,7 @@ def given(base, ragged, source):
 # -- the contract
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_an_init_that_returns_w_is_refused(mode, given):
     with pytest.raises(
         ConfigError, match=r'client.name: init of client rule \'startselsewhere\' returns "w"'
@@ -172,47 +172,17 @@ def test_a_rule_that_raises_is_the_runs_matter(given):
     assert prepare(given("Picky")).client.name == "picky"
 
 
-# -- vmap beside the loop
+# -- lanes beside the loop
 
 
 @pytest.mark.parametrize(
-    ("rule", "key"),
-    [
-        ("Length", "upload 'delta'"),
-        ("Shape", "upload 'delta'"),
-        ("Mean", "upload 'delta'"),
-        ("Scalar", "upload 'delta'"),
-        ("Counts", "kept 'count'"),
-    ],
+    ("rule", "key"), [("Remembers", "upload 'delta'"), ("TakesANumber", "kept 'count'")]
 )
-def test_a_rule_that_counts_the_padding_is_refused_under_vmap(rule, key, given):
-    said = rf"client.name: client rule '{rule.lower()}' on model .* gives an? {key} under vmap that .* by \d.* of its norm"
-    with pytest.raises(
-        ConfigError, match=said + r".*batch\.size .* batch\.mean\(values\).*batching\.mode=loop"
-    ):
+def test_a_step_that_keeps_something_in_python_is_refused_on_lanes(rule, key, given):
+    said = rf"client.name: client rule '{rule.lower()}' on model .* gives an? {key} on lanes that .* by \d.* of its norm"
+    with pytest.raises(ConfigError, match=said + r".* pure function .*batching\.mode=loop"):
         prepare(given(rule))
     assert prepare(given(rule, batching={"mode": "loop"})).mode == "loop"
-
-
-@pytest.mark.parametrize(
-    "local",
-    [
-        {"steps": 2, "batch_size": 6},
-        {"epochs": 1, "batch_size": "full"},
-        {"steps": 1, "batch_size": 2},
-    ],
-)
-def test_padding_is_part_of_the_dry_run_whatever_the_batch_size(local, given):
-    with pytest.raises(ConfigError, match="client rule 'length' on model"):
-        prepare(given("Length", local={**local, "lr": 0.05}))
-
-
-def test_without_padding_in_the_run_there_is_none_to_get_wrong(given, ragged):
-    """Clients of 6 or 12 examples and batches of 6 are never padded."""
-    assert (
-        prepare(given("Length", partition=ragged([6, 12, 0, 6, 12]), schedule={"cohort": 3})).mode
-        == "vmap"
-    )
 
 
 def test_batch_sizes_of_a_run(given, ragged):
@@ -225,12 +195,11 @@ def test_batch_sizes_of_a_run(given, ragged):
     assert batch_sizes(plan.config, plan.clients, needs_two=True) == {6, 7, 2, 1, 3, 5}
 
 
-def test_a_step_that_vmap_cannot_run_is_refused(given):
-    with pytest.raises(
-        ConfigError, match=r"client rule 'branches' cannot run under vmap: .*batching\.mode=loop"
-    ):
-        prepare(given("Branches"))
-    assert prepare(given("Branches", batching={"mode": "loop"})).mode == "loop"
+def test_a_step_that_branches_on_values_is_told_and_trains(given):
+    plan = prepare(given("Branches"))
+    said = compare_loop_and_lanes(plan)
+    assert plan.mode == "lanes" and said.startswith("steps run one kernel at a time on a GPU: ")
+    assert "g / 2 if g.norm() > 1 else g" in said and "the value of a tensor" in said
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -239,13 +208,15 @@ def test_a_right_rule_passes(rule, dtype, given):
     """One that takes means as it should; one that makes large differences of small ones; one that
     rounds."""
     plan = prepare(given(rule, dtype=dtype))
-    assert plan.mode == "vmap" and compare_loop_and_vmap(plan).startswith("the same")
+    assert plan.mode == "lanes" and compare_loop_and_lanes(plan).startswith(
+        "captured, with the same result"
+    )
 
 
 def test_a_rule_that_loops_is_compared_on_request(given):
-    said = compare_loop_and_vmap(prepare(given("Length", batching={"mode": "loop"})))
+    said = compare_loop_and_lanes(prepare(given("Remembers", batching={"mode": "loop"})))
     assert said.startswith(
-        "not the same, and this run trains in mode loop: client rule 'length' on model"
+        "not the same, and this run trains in mode loop: client rule 'remembers' on model"
     )
 
 
@@ -259,7 +230,7 @@ def test_shipped_rules_pass(client, server, given):
     for dtype in ("float32", "float64"):
         plan: Plan = prepare({**given("Right", dtype=dtype), "client": client, "server": server})
         assert RuleDryRun(plan).broken_contract() is None
-        assert RuleDryRun(plan).wrong_under_vmap() is None
+        assert RuleDryRun(plan).wrong_on_lanes() is None
 
 
 def test_a_private_rule_passes(given):
@@ -270,17 +241,14 @@ def test_a_private_rule_passes(given):
             "client": "fedprox",
         }
     )
-    assert RuleDryRun(plan).wrong_under_vmap() is None
+    assert RuleDryRun(plan).wrong_on_lanes() is None
 
 
-def test_means_and_sizes_leave_the_padding_out():
+def test_mean_and_size_of_a_batch():
     values = torch.arange(12.0).reshape(4, 3)
-    x, y = torch.zeros(4, 1, 2, 2), torch.zeros(4)
-    whole, padded = Batch(x, y), Batch(x, y, torch.tensor([1.0, 1.0, 1.0, 0.0]))
-    assert whole.size == 4 and int(padded.size) == 3
-    np.testing.assert_array_equal(whole.mean(values), values.numpy().mean(0))
-    np.testing.assert_array_equal(padded.mean(values), values.numpy()[:3].mean(0))
-    assert padded.mean(values[:, 0]) == 3.0 and padded.mean(values[:, :, None]).shape == (3, 1)
+    batch = Batch(torch.zeros(4, 1, 2, 2), torch.zeros(4))
+    assert batch.size == 4
+    np.testing.assert_array_equal(batch.mean(values), values.numpy().mean(0))
 
 
 @pytest.fixture

@@ -896,7 +896,7 @@ def test_chance_is_what_the_configuration_says():
 # -- in step ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 @pytest.mark.parametrize("speeds", ["constant", "uniform_arrival"])
 def test_to_wait_for_everybody_is_to_be_in_step(engine, tmp_path, mode, speeds):
     """K-async with K = N is FedAvg in step, bit for bit, whatever the order of arrival."""
@@ -1056,7 +1056,7 @@ def test_resumed_is_uninterrupted(tracked, tmp_path, recycled_actors, algorithm)
     # blocks of several, whose sums show in float64 if a resumed round were cut otherwise
     case |= {
         "dtype": "float64",
-        "batching": {"mode": "loop" if algorithm == "fedhist" else "vmap", "size": 3},
+        "batching": {"mode": "loop" if algorithm == "fedhist" else "lanes", "size": 3},
     }
     config = tracked(case, rounds=18, checkpoint={"every": 5})
     whole = raysim.run(config, run_dir=str(tmp_path / "whole"))

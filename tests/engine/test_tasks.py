@@ -129,11 +129,11 @@ def test_a_run_learns_and_logs_the_metrics_of_its_task(task, plan_of):
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "moon"])
-def test_loop_and_vmap_agree_on_ragged_clients(task, algorithm, plan_of):
+def test_loop_and_lanes_agree_on_ragged_clients(task, algorithm, plan_of):
     if (task, algorithm) == ("next_token", "moon"):
         pytest.skip("MOON needs one representation for each example")
     xs = []
-    for mode in ("loop", "vmap"):
+    for mode in ("loop", "lanes"):
         plan = plan_of(task, algorithm=algorithm, batching={"mode": mode, "size": 4})
         assert plan.mode == mode
         xs.append(run(plan)[1])
@@ -145,7 +145,7 @@ def test_loop_and_vmap_agree_on_ragged_clients(task, algorithm, plan_of):
 def test_a_transformer_agrees_in_both_modes_and_dropout_is_keyed(dropout, plan_of):
     model = TRANSFORMER | {"dropout": dropout}
     xs = [
-        run(plan_of("next_token", model=model, batching={"mode": mode, "size": 4}))[1] for mode in ("loop", "vmap", "loop")
+        run(plan_of("next_token", model=model, batching={"mode": mode, "size": 4}))[1] for mode in ("loop", "lanes", "loop")
     ]  # fmt: skip
     assert np.allclose(xs[0], xs[1], rtol=1e-9, atol=1e-12) and np.array_equal(xs[0], xs[2])
 
@@ -160,7 +160,7 @@ def test_pooled_clients_agree_with_the_loop(task, plan_of):
 
 
 @pytest.mark.parametrize("model", [NETS["next_token"], TRANSFORMER], ids=["lstm", "transformer"])
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_the_length_of_the_padding_does_not_matter(model, mode, plan_of):
     found = [
         run(plan_of("next_token", dataset("next_token", padding), model=model, batching={"mode": mode, "size": 4}))
@@ -185,7 +185,7 @@ def test_private_training_of_another_task(plan_of):
     privacy = {"max_grad_norm": 0.5, "noise_multiplier": 0.1}
     xs = [
         run(plan_of("regression", privacy=privacy, batching={"mode": m, "size": 4}))[1]
-        for m in ("loop", "vmap")
+        for m in ("loop", "lanes")
     ]
     assert np.allclose(*xs, rtol=1e-9, atol=1e-12)
 

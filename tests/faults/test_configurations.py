@@ -142,7 +142,7 @@ VALUES = st.one_of(
         [
             *NAMES,
             *("fedavg", "gradma", "scaffold", "feddyn", "mifa", "fedreg", "moon"),
-            *("loop", "vmap", "drop", "float64", "ray"),
+            *("loop", "lanes", "drop", "float64", "ray"),
         ]
     ),
 )

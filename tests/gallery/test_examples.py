@@ -1,4 +1,4 @@
-"""The gallery of docs/examples: each file is short, and its command trains, in loop as under vmap."""
+"""The gallery of docs/examples: each file is short, and its command trains, in loop as on lanes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_example_is_short(example):
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_command_of_an_example_trains(example, here: Path, engine: Callable):
-    """`prepare` includes the dry run, which compares loop and vmap on two ragged clients."""
+    """`prepare` includes the dry run, which compares loop and lanes on two ragged clients."""
     for path in example.path.parent.glob("*.*"):
         shutil.copy(path, here)
     (here / "tiny.py").write_text(DATA)
@@ -40,7 +40,7 @@ def test_the_command_of_an_example_trains(example, here: Path, engine: Callable)
     assert records[-1]["round"] == 2
     assert all(np.isfinite(x).all() for x in done.executor.xs)
     assert done.plan.config.evaluate.clients is None or "clients/accuracy" in records[-1]
-    other = "loop" if done.plan.mode == "vmap" else "vmap"
+    other = "loop" if done.plan.mode == "lanes" else "lanes"
     again, _ = engine({**config, "batching": {**config["batching"], "mode": other}})
     assert distance(again.executor.xs, done.executor.xs) < 1e-8
 

@@ -68,14 +68,14 @@ def test_text_is_learned_in_both_modes_and_resumed(net: str, text: dict[str, Any
             run_dir=str(tmp_path / mode),
             tracking=False,
         )
-        for mode in ("loop", "vmap")
+        for mode in ("loop", "lanes")
     }
     for result in done.values():
         assert result.history[-1]["perplexity"] < 0.9 * result.history[0]["perplexity"]
-    assert torch.allclose(done["loop"].parameters, done["vmap"].parameters, rtol=1e-9, atol=1e-12)
-    text |= {"batching": {"mode": "vmap", "size": 2}, "rounds": 1}
+    assert torch.allclose(done["loop"].parameters, done["lanes"].parameters, rtol=1e-9, atol=1e-12)
+    text |= {"batching": {"mode": "lanes", "size": 2}, "rounds": 1}
     part = raysim.run(text, run_dir=str(tmp_path / "part"), tracking=False)
-    assert raysim.resume(part.run_dir, {"rounds": 3}).digest == done["vmap"].digest
+    assert raysim.resume(part.run_dir, {"rounds": 3}).digest == done["lanes"].digest
 
 
 ADAPTED = """

@@ -20,13 +20,12 @@ from torch.nn import functional as F
 from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import check_reading
 from raysim.models.flat import BoundModel, Model
-from raysim.models.keyed_layers import UnfoldedConv2d
 from raysim.models.nets import zoo
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, Net
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.tasks.vmap_task import VmapTask
+from raysim.training.tasks.pure_task import PureTask
 
 SHAPE, CLASSES = (3, 8, 8), 5
 
@@ -222,7 +221,7 @@ def test_forward_gradient_and_statistics_are_pytorchs(n):
         logits.append(net.logits.detach())
         return F.cross_entropy(net.logits, batch.y, reduction="none")
 
-    grad = task.grad(task.local_params, Batch(x, y, None, (masks,)), loss)
+    grad = task.grad(task.local_params, Batch(x, y, (masks,)), loss)
     theirs = with_masks(net, *masks).train()
     output = theirs(x)
     value = F.cross_entropy(output, y)
@@ -241,7 +240,7 @@ def test_statistics_follow_pytorchs_over_several_steps():
     optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(6):
         x, y, masks = example(3 + step, seed=step)
-        task.descend_in_place(w, task.grad(w, Batch(x, y, None, (masks,))))
+        task.descend_in_place(w, task.grad(w, Batch(x, y, (masks,))))
         optimiser.zero_grad()
         F.cross_entropy(with_masks(net, *masks).train()(x), y).backward()
         optimiser.step()
@@ -251,17 +250,17 @@ def test_statistics_follow_pytorchs_over_several_steps():
 
 
 @pytest.mark.parametrize("mode", ["frozen", "eval"])
-@pytest.mark.parametrize("way", ["loop", "vmap"])
+@pytest.mark.parametrize("way", ["loop", "lanes"])
 def test_frozen_and_eval_keep_nothing(mode, way):
     net, (x, y, masks) = plain(), example(6)
     model = made(net)
     w, buffers = model.initial()
-    batch = Batch(x, y, None, (masks,))
+    batch = Batch(x, y, (masks,))
     other = buffers + 0.5 * torch.rand(len(buffers), dtype=torch.float64)
     if way == "loop":
         task: Any = loop(model, w, buffers)
     else:
-        task = VmapTask(model, LocalSettings(), buffers.clone())
+        task = PureTask(model, LocalSettings(), buffers.clone())
     kept, given = task.buffers.clone(), other.clone()
     grad = task.grad(w.clone(), batch, mode=mode, buffers=other if mode == "eval" else None)
     assert torch.equal(task.buffers, kept) and torch.equal(other, given) and task.losses == []
@@ -358,7 +357,7 @@ def test_two_bound_nets_do_not_disturb_each_other():
     model = made(plain())
     w, buffers = model.initial()
     task, (x, y, masks) = loop(model, w, buffers), example(5)
-    batch = Batch(x, y, None, (masks, tuple(torch.ones_like(m) for m in masks)))
+    batch = Batch(x, y, (masks, tuple(torch.ones_like(m) for m in masks)))
     alone = loop(model, w, buffers)
     expected = alone.grad(alone.local_params, batch)
     helper = task.grad(w + 1, batch.masked(1), mode="frozen")
@@ -371,43 +370,32 @@ def test_two_bound_nets_do_not_disturb_each_other():
 # -- side by side
 
 
-@pytest.mark.parametrize("sizes", [(7, 7, 7), (7, 3, 5), (6, 1, 2), (1, 1)], ids=str)
+@pytest.mark.parametrize("size", [7, 1])
 @pytest.mark.parametrize("mode", ["train", "frozen"])
-def test_padded_side_by_side_is_unpadded_one_by_one(sizes, mode):
-    """To 1e-9 in float64: padding enters neither batch statistics nor gradients nor losses. A batch
-    of one sample is there too: BatchNorm over it (and over its pixels) is defined, PyTorch's own
-    refuses it."""
+def test_pure_functions_side_by_side_are_nets_one_by_one(size, mode):
+    """To 1e-9 in float64. A batch of one sample is there too: BatchNorm over it (and over its
+    pixels) is defined, PyTorch's own refuses it."""
     model, other = made(plain()), made(plain())
     model_w, model_buffers = model.initial()
-    width, k = max(sizes), len(sizes)
-    batches = [example(n, seed=i) for i, n in enumerate(sizes)]
+    k = 3
+    batches = [example(size, seed=i) for i in range(k)]
     w = model_w + 0.1 * torch.randn(
         k, model.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
     buffers = model_buffers + torch.arange(1.0, k + 1, dtype=torch.float64)[:, None]
+    x, y = (torch.stack([batch[i] for batch in batches]) for i in (0, 1))
+    drops = tuple(torch.stack([batch[2][i] for batch in batches]) for i in (0, 1))
 
-    def pad(t: Tensor, garbage: float) -> Tensor:
-        return torch.cat([t, t.new_full((width - len(t), *t.shape[1:]), garbage)])
-
-    x, y = (
-        torch.stack([pad(b[0], 1e3) for b in batches]),
-        torch.stack([pad(b[1], 2) for b in batches]),
-    )
-    drops = tuple(torch.stack([pad(b[2][i], 7.0) for b in batches]) for i in (0, 1))
-    mask = (torch.arange(width) < torch.tensor(sizes)[:, None]).double()
-
-    def many(
-        w: Tensor, buffers: Tensor, x: Tensor, y: Tensor, mask: Tensor, *drop: Tensor
-    ) -> tuple[Tensor, ...]:
-        task = VmapTask(model, LocalSettings(), buffers)
-        grad = task.grad(w, Batch(x, y, mask, (drop,)), mode=mode)
+    def many(w: Tensor, buffers: Tensor, x: Tensor, y: Tensor, *drop: Tensor) -> tuple[Tensor, ...]:
+        task = PureTask(model, LocalSettings(), buffers)
+        grad = task.grad(w, Batch(x, y, (drop,)), mode=mode)
         assert task.buffers is not None
         return grad, task.buffers, task.losses[0] if task.losses else grad.sum()
 
-    grads, moved, losses = torch.func.vmap(many)(w, buffers, x, y, mask, *drops)
+    grads, moved, losses = torch.func.vmap(many)(w, buffers, x, y, *drops)
     for i, (x, y, drop) in enumerate(batches):
         alone = loop(other, w[i], buffers[i])
-        grad = alone.grad(alone.local_params, Batch(x, y, None, (drop,)), mode=mode)
+        grad = alone.grad(alone.local_params, Batch(x, y, (drop,)), mode=mode)
         assert torch.isfinite(grad).all()
         torch.testing.assert_close(grads[i], grad, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(moved[i], alone.buffers, rtol=1e-9, atol=1e-9)
@@ -415,16 +403,16 @@ def test_padded_side_by_side_is_unpadded_one_by_one(sizes, mode):
             torch.testing.assert_close(losses[i], alone.losses[0], rtol=1e-9, atol=1e-9)
     if mode == "train":
         assert not torch.allclose(moved, buffers)
-    assert model.frame.buffers is None and model.frame.mask is None, "nothing of vmap's outlives it"
+    assert model.frame.buffers is None, "nothing of vmap's outlives it"
 
 
 def test_alone_after_side_by_side():
-    """A net that ran under vmap moves its statistics on afterwards as one that did not."""
+    """A net that ran on lanes moves its statistics on afterwards as one that did not."""
     net, (x, y, masks) = plain(), example(5)
     used, fresh = made(net), made(net)
     w, buffers = used.initial()
-    batch = Batch(x, y, None, (masks,))
-    torch.func.vmap(lambda w: VmapTask(used, LocalSettings(), buffers).grad(w, batch))(w[None])
+    batch = Batch(x, y, (masks,))
+    torch.func.vmap(lambda w: PureTask(used, LocalSettings(), buffers).grad(w, batch))(w[None])
     tasks = [loop(model, w, buffers) for model in (used, fresh)]
     grads = [task.grad(task.local_params, batch) for task in tasks]
     assert torch.equal(*grads) and torch.equal(tasks[0].buffers, tasks[1].buffers)  # type: ignore[arg-type]
@@ -528,7 +516,7 @@ def test_frozen_tensors_are_no_parameters():
     expected = flat(torch.autograd.grad(F.cross_entropy(net.train()(x), y), trained))
     torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
     one = torch.func.vmap(
-        lambda x, y: VmapTask(model, LocalSettings(), buffers).grad(w, Batch(x, y))
+        lambda x, y: PureTask(model, LocalSettings(), buffers).grad(w, Batch(x, y))
     )(x[None], y[None])[0]
     torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-11)
 
@@ -543,112 +531,13 @@ def test_frozen_tensors_come_back_with_the_rest():
 
 def test_a_run_with_frozen_tensors(one, source, engine):
     path = source("frozen", _source(PartlyFrozen))
-    for mode in ("loop", "vmap"):
+    for mode in ("loop", "lanes"):
         run, _ = engine(
             {**one, "rounds": 2, "model": f"{path}:PartlyFrozen", "batching": {"mode": mode}}
         )
         assert (
             run.executor.xs[2].shape == (82,) and (run.executor.xs[2] != run.executor.xs[0]).any()
         )
-
-
-# -- convolutions as matrix products
-
-
-class Convolutions(nn.Sequential):
-    """All kinds: rectangular, strided, padded, dilated, without bias; and two that are left as they
-    are."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Sequential(nn.Conv2d(3, 4, (3, 2), stride=(1, 2), padding=(0, 1)), nn.ReLU()),
-            nn.Sequential(
-                nn.Conv2d(4, 4, 2, dilation=2, padding=2, bias=False), nn.BatchNorm2d(4), nn.Tanh()
-            ),
-            nn.Conv2d(4, 4, 3, padding=1, groups=2),
-            nn.Conv2d(4, 2, 1, padding_mode="circular"),
-            nn.Flatten(),
-            nn.LazyLinear(CLASSES),
-        )
-
-
-@pytest.mark.parametrize("mode", ["train", "frozen", "eval"])
-def test_unfolded_convolutions_are_convolutions(mode):
-    net = Convolutions().double()
-    net(torch.zeros(2, *SHAPE, dtype=torch.float64))
-    direct, unfolded = (
-        made(net),
-        Model(copy.deepcopy(net), SHAPE, CLASSES, torch.float64, im2col=True),
-    )
-    assert (
-        sum(isinstance(vars(m).get("forward"), UnfoldedConv2d) for m in unfolded.module.modules())
-        == 2
-    )
-    assert (
-        unfolded.convolutional
-        and unfolded.names == direct.names
-        and unfolded.segments == direct.segments
-    )
-    assert not any(
-        isinstance(vars(m).get("forward"), UnfoldedConv2d)
-        for m in (*net.modules(), *direct.module.modules())
-    )
-    x0, buffers = direct.initial()
-    assert torch.equal(unfolded.initial()[0], x0)
-    w = x0 + 0.3 * torch.randn(
-        4, len(x0), dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
-    x = torch.randn(4, 5, *SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    y = torch.arange(20).view(4, 5) % CLASSES
-
-    def gradients(model: Model) -> Tensor:
-        statistics = None if mode == "train" else buffers
-
-        def one(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-            return VmapTask(model, LocalSettings(), buffers).grad(
-                w, Batch(x, y), mode=mode, buffers=statistics
-            )
-
-        return torch.func.vmap(one)(w, x, y)
-
-    together = gradients(unfolded)
-    torch.testing.assert_close(together, gradients(direct), rtol=1e-10, atol=1e-12)
-    for i in range(4):
-        task = loop(direct, w[i], buffers)
-        alone = task.grad(
-            task.local_params,
-            Batch(x[i], y[i]),
-            mode=mode,
-            buffers=buffers if mode == "eval" else None,
-        )
-        torch.testing.assert_close(together[i], alone, rtol=1e-10, atol=1e-12)
-
-
-def test_a_run_with_unfolded_convolutions(one, source, engine):
-    """Comes to the same as one with torch's own, and is another experiment; only for them, and only
-    under vmap."""
-    path = source("convolutions", "from torch import nn\n\n\ndef net(shape, classes):\n    return nn.Sequential("
-                  "nn.Conv2d(1, 3, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(27, classes))\n")  # fmt: skip
-    given = {**one, "rounds": 2, "model": f"{path}:net", "dtype": "float64"}
-    ways = [{"mode": "vmap"}, {"mode": "vmap", "convolutions": "im2col"}]
-    direct, unfolded = (engine({**given, "batching": way})[0] for way in ways)
-    assert any(
-        isinstance(vars(m).get("forward"), UnfoldedConv2d)
-        for m in unfolded.executor.trainer.trainers[0].model.module.modules()
-    )
-    x, other = direct.executor.xs[2], unfolded.executor.xs[2]
-    torch.testing.assert_close(x, other, rtol=1e-10, atol=1e-12)
-    assert direct.plan.config.fingerprint != unfolded.plan.config.fingerprint
-    with pytest.raises(
-        ConfigError,
-        match=r"batching\.convolutions: 'im2col' .* but batching\.mode is loop; leave it out",
-    ):
-        prepare({**given, "batching": {"mode": "loop", "convolutions": "im2col"}})
-    with pytest.raises(
-        ConfigError,
-        match=r"batching\.convolutions: .* model 'logistic' has none that can be unfolded",
-    ):
-        prepare({**given, "model": "logistic", "batching": ways[1]})
 
 
 # -- what is refused
@@ -792,7 +681,7 @@ def test_shared_tensors_come_back_under_each_of_their_names():
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1)
     F.cross_entropy(net(x), y).backward()
     optimizer.step()
-    for way in ("loop", "vmap"):
+    for way in ("loop", "lanes"):
         w, buffers = model.initial()
         if way == "loop":
             task = loop(model, w, buffers)
@@ -800,7 +689,7 @@ def test_shared_tensors_come_back_under_each_of_their_names():
         else:
 
             def step(x: Tensor, y: Tensor, w: Tensor = w, buffers: Tensor = buffers) -> Any:
-                task = VmapTask(model, LocalSettings(), buffers)
+                task = PureTask(model, LocalSettings(), buffers)
                 return w - 0.1 * task.grad(w, Batch(x, y)), task.buffers
 
             w, buffers = (part[0] for part in torch.func.vmap(step)(x[None], y[None]))
@@ -823,17 +712,15 @@ def test_a_net_that_ends_in_a_swapped_module():
 LSTM = program("flat_lstm")
 
 
-def test_an_lstm_is_looped_and_refused_under_vmap(one, source, engine):
+def test_an_lstm_trains_on_lanes(one, source, engine):
     path = source("reader", LSTM)
-    config = {**one, "rounds": 2, "model": f"{path}:Reader", "schedule": {"cohort": 40}}
-    plan = prepare(config)
-    assert plan.mode != "vmap" and plan.config.batching.mode == "loop"
-    with pytest.raises(
-        ConfigError, match=r"batching\.mode: 'vmap' .* model '.*reader\.py:Reader' .*mode=loop"
-    ):
-        prepare(config, ["batching.mode=vmap"])
-    run, _ = engine({**config, "schedule": {"cohort": 4}})
-    assert len(run.executor.xs) == 3 and (run.executor.xs[2] != run.executor.xs[0]).any()
+    config = {**one, "rounds": 2, "model": f"{path}:Reader"}
+    xs = []
+    for mode in ("loop", "lanes"):
+        run, _ = engine({**config, "batching": {"mode": mode, "size": 3}})
+        xs.append(run.executor.xs)
+    assert len(xs[0]) == 3 and (xs[0][2] != xs[0][0]).any()
+    assert all((a == b).all() for a, b in zip(*xs, strict=True))
 
 
 def _source(net: type) -> str:

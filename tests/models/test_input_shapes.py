@@ -72,7 +72,7 @@ def trained(config: dict[str, Any], mode: str, x: np.ndarray) -> raysim.RunResul
 def test_inputs_of_any_rank_train_and_are_evaluated_like_images(base, tmp_path, monkeypatch, shape):
     monkeypatch.setenv("RAYSIM_DATA", str(tmp_path / "data"))
     x = X.reshape(len(X), *shape)
-    for mode in ("loop", "vmap"):
+    for mode in ("loop", "lanes"):
         images, given = (trained(base, mode, inputs) for inputs in (X, x))
         torch.testing.assert_close(given.parameters, images.parameters, rtol=1e-5, atol=1e-6)
         assert given.history[-1]["loss"] == pytest.approx(images.history[-1]["loss"], rel=1e-5)

@@ -22,7 +22,7 @@ from raysim.rules import Batch, LocalData
 from raysim.training.client_start import fresh_model
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.tasks.vmap_task import VmapTask
+from raysim.training.tasks.pure_task import PureTask
 
 SHAPE, CLASSES = (2, 4, 4), 5
 
@@ -40,7 +40,7 @@ def example(n: int = 6) -> Batch:
     rng = torch.Generator().manual_seed(3)
     x = torch.randn(n, *SHAPE, dtype=torch.float64, generator=rng)
     mask = 2.0 * (torch.rand(n, 6, generator=rng) > 0.5).double()
-    return Batch(x, torch.randint(0, CLASSES, (n,), generator=rng), None, ((mask,),))
+    return Batch(x, torch.randint(0, CLASSES, (n,), generator=rng), ((mask,),))
 
 
 def made(net: nn.Module) -> Model:
@@ -49,8 +49,8 @@ def made(net: nn.Module) -> Model:
 
 def task_for(way: str, model: Model) -> tuple[Any, Tensor]:
     w, buffers = model.initial()
-    if way == "vmap":
-        return VmapTask(model, LocalSettings(), buffers), w
+    if way == "lanes":
+        return PureTask(model, LocalSettings(), buffers), w
     task = LoopTask(model, LocalSettings())
     task.start(LocalSettings(), w, buffers, 1)
     return task, w
@@ -60,7 +60,7 @@ def flat(tensors: Any) -> Tensor:
     return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
-@pytest.mark.parametrize("way", ["loop", "vmap"])
+@pytest.mark.parametrize("way", ["loop", "lanes"])
 def test_levels_features_and_tails_are_those_of_the_module(way):
     net, batch = staged().train(), example()
     task, w = task_for(way, made(net))
@@ -80,7 +80,7 @@ def test_levels_features_and_tails_are_those_of_the_module(way):
     )
 
 
-@pytest.mark.parametrize("way", ["loop", "vmap"])
+@pytest.mark.parametrize("way", ["loop", "lanes"])
 def test_a_gradient_flows_through_a_frozen_tail_into_the_level_only(way):
     """d/dw of CE(tail of ANOTHER net at h_1(w)): PyTorch's gradient with the other net's parameters
     held fixed. The loss never looks at the logits, so the trained net's later stages get exactly
@@ -111,7 +111,7 @@ def test_a_gradient_flows_through_a_frozen_tail_into_the_level_only(way):
     torch.testing.assert_close(task.losses[0], plain, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("way", ["loop", "vmap"])
+@pytest.mark.parametrize("way", ["loop", "lanes"])
 def test_nets_elsewhere_do_not_move_the_statistics_and_do_not_mix(way):
     """Four nets in turn, more than are kept at hand, on vectors that are changed in place between
     the calls."""
@@ -133,7 +133,7 @@ def test_nets_elsewhere_do_not_move_the_statistics_and_do_not_mix(way):
     assert torch.equal(task.buffers, before) and task.losses == []
 
 
-@pytest.mark.parametrize("way", ["loop", "vmap"])
+@pytest.mark.parametrize("way", ["loop", "lanes"])
 def test_a_net_keeps_its_vector_as_long_as_somebody_has_it(way):
     """Six nets are made before any of them is asked for anything."""
     task, w = task_for(way, made(staged()))
@@ -155,7 +155,7 @@ def test_a_net_keeps_its_vector_as_long_as_somebody_has_it(way):
         assert len(task.constants._copies) == 6
 
 
-@pytest.mark.parametrize("way", ["loop", "vmap"])
+@pytest.mark.parametrize("way", ["loop", "lanes"])
 def test_a_net_is_a_constant_even_at_the_vector_in_training(way):
     """d/dw [CE(w) + 3 CE(const w)] is d/dw CE(w)."""
     batch = example()
@@ -174,7 +174,7 @@ def test_a_net_is_a_constant_even_at_the_vector_in_training(way):
         torch.testing.assert_close(task.grad(w, batch, loss), alone, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("way", ["loop", "vmap"])
+@pytest.mark.parametrize("way", ["loop", "lanes"])
 def test_a_tail_takes_the_dropout_masks_of_its_own_stages(way):
     net = nn.Sequential(
         nn.Sequential(nn.Flatten(), nn.Linear(32, 6), nn.Dropout(0.5)),
@@ -184,14 +184,14 @@ def test_a_tail_takes_the_dropout_masks_of_its_own_stages(way):
     x, y = example().x, example().y
     masks = tuple(2.0 * (torch.arange(36).reshape(6, 6) % k == 0).double() for k in (2, 3))
     task, w = task_for(way, made(net))
-    ours = task.net(w, Batch(x, y, None, (masks,)))
+    ours = task.net(w, Batch(x, y, (masks,)))
     h = net[0][:2](x) * masks[0]
     expected = net[2](net[1][0](h) * masks[1])
     torch.testing.assert_close(ours.tail(1, ours.levels[0]), expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(ours.logits, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", ["loop", "vmap"])
+@pytest.mark.parametrize("way", ["loop", "lanes"])
 def test_clipping_comes_before_decay_and_never_hides_an_overflow(way):
     model = made(staged())
     task, w = task_for(way, model)

@@ -1,5 +1,5 @@
 """Luo 2023's LeNet-5 (convolutions, BatchNorm, dropout; d = 941 834) under every client rule, one
-client after the other and side by side under vmap: the same x after two rounds.
+client after the other and side by side on lanes: the same x after two rounds.
 
 In float64, on clients of four images and more, and with small steps: BatchNorm over four images,
 four times in a row, passes a difference on enlarged by 1e4 a round at lr 0.02 (measured by moving
@@ -52,7 +52,7 @@ def test_both_execution_modes_agree(name, images, engine, tmp_path):
     clients = [[int(i) for i in order[start:stop]] for start, stop in pairwise(STARTS)]
     (tmp_path / "clients.json").write_text(str(clients))
     xs, statistics = [], []
-    for mode in ("loop", "vmap"):
+    for mode in ("loop", "lanes"):
         run, records = engine({
             "rounds": 2, "seed": 2, "dtype": "float64", "model": "lenet5", "algorithm": small(name),
             "data": {"name": "folder", "path": str(images), "augment": True},

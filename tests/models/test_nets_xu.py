@@ -19,8 +19,7 @@ from raysim.prepare.resolve import prepare
 from raysim.rules import Batch
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.tasks.vmap_task import VmapTask
-from raysim.training.trainers.vmap_trial import why_not_vmap
+from raysim.training.tasks.pure_task import PureTask
 
 
 def kinds(net: nn.Module) -> list[str]:
@@ -344,14 +343,13 @@ def test_side_by_side_is_one_by_one(name, shape, keys, stages):
         and not model.dropouts
         and not model.buffer_size
     )
-    assert why_not_vmap(model) is None
     rng = torch.Generator().manual_seed(2)
     w, buffers = model.initial()
     w = w + 0.02 * torch.randn(2, len(w), generator=rng)
     x, y = torch.randn(2, 2, *shape, generator=rng), torch.tensor([[0, 1], [3, 2]])
 
     def one(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return VmapTask(model, LocalSettings(), buffers).grad(w, Batch(x, y))
+        return PureTask(model, LocalSettings(), buffers).grad(w, Batch(x, y))
 
     many = torch.func.vmap(one)(w, x, y)
     task = LoopTask(model, LocalSettings())

@@ -150,7 +150,7 @@ def test_a_head_that_is_the_embedding_survives_the_run_and_the_file():
     keys = {**DIGITS_MLP, "task": "next_token", "model": "./tied.py:tied", "dtype": "float64"}
     results = [
         raysim.run(keys, data=sentences(), run_dir=mode, tracking=False, **{"batching.mode": mode})
-        for mode in ("loop", "vmap")
+        for mode in ("loop", "lanes")
     ]
     torch.testing.assert_close(*(result.parameters for result in results), rtol=1e-10, atol=1e-12)
     first = results[0]
@@ -227,7 +227,7 @@ def test_a_classifier_of_another_size_is_skipped():
     assert torch.equal(net[1].weight, source[1].weight) and torch.equal(net[3].weight, before)
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_frozen_parts_are_neither_trained_nor_sent(mode: str):
     frozen = raysim.run(
         DIGITS_MLP,
@@ -345,7 +345,7 @@ def test_an_edited_file_of_weights_is_another_run():
     assert prepare(keys).config.fingerprint != before
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_only_adapters_of_peft_are_trained(mode: str):
     import_torchvision()  # peft imports it, and its operators may not load
     pytest.importorskip("peft")
@@ -464,7 +464,7 @@ def test_adapters_of_a_transformer_are_all_that_is_trained():
     keys |= {"data": named_inputs({"data": sentences()})["data"], "checkpoint": {"every": 1}}
     loop, vmap = (
         raysim.run(keys, run_dir=mode, tracking=False, **{"batching.mode": mode})
-        for mode in ("loop", "vmap")
+        for mode in ("loop", "lanes")
     )
     assert len(loop.parameters) == 2 * (8 + 24) + 2 * (8 + 8)
     torch.testing.assert_close(loop.parameters, vmap.parameters, rtol=1e-10, atol=1e-12)

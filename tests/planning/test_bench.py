@@ -24,14 +24,8 @@ def test_only_the_place_is_varied_unless_blocks_are_asked_for(monkeypatch):
     assert [p.get("resources.actors") for p in places] == [None, 1, 2, 4, 8]
     assert not any(key.startswith("batching.") for p in places for key in p)
     ways = settings(blocks=True)
-    assert {w["batching.mode"] for w in ways} == {"loop", "pooled", "vmap"}
-    assert len(ways) == 5 * 4  # vmap with 1 and 4
-    assert not any("batching.convolutions" in way for way in ways)
-    ways = settings(blocks=True, model="lenet", resources={"executor": "inline"})
-    assert [w["batching.size"] for w in ways if w.get("batching.convolutions") == "im2col"] == [
-        1,
-        4,
-    ] * 5
+    assert {w["batching.mode"] for w in ways} == {"loop", "pooled"}
+    assert len(ways) == 5 * 2
 
 
 def test_what_is_given_is_not_varied(monkeypatch):
@@ -40,7 +34,7 @@ def test_what_is_given_is_not_varied(monkeypatch):
     assert settings(given, resources={"executor": "inline", "actors": 1}) == [{}]
     looped = {"resources": {"executor": "inline"}, "batching": {"mode": "loop"}, "model": "lenet"}
     ways = settings({*given, "batching.mode"}, blocks=True, **looped)
-    assert not any(key in way for way in ways for key in ("batching.mode", "batching.convolutions"))
+    assert not any("batching.mode" in way for way in ways)
 
 
 def test_gpus_are_shared_between_more_and_more_actors(monkeypatch):
@@ -52,50 +46,29 @@ def test_gpus_are_shared_between_more_and_more_actors(monkeypatch):
     assert shares == [(2, 1), (4, 0.5), (8, 0.25), (16, 0.125)]
 
 
-def test_steps_that_can_be_cuda_graphs_are_tried_as_such_too(monkeypatch):
+def test_lanes_are_tried_on_gpus(monkeypatch):
     monkeypatch.setattr("raysim.planning.bench._count_gpus", lambda: 1)
-
-    def plain(given: set[str] = frozenset(), **more: Any) -> list[int]:
-        ways = [
-            way for way in settings(given, blocks=True, **more) if "batching.cuda_graphs" in way
-        ]
-        assert all(
-            way["batching.cuda_graphs"] is True and way.get("batching.mode", "vmap") == "vmap"
-            for way in ways
-        )
-        return [way["batching.size"] for way in ways[: len(ways) // 5]]  # in each of five places
-
-    assert plain() == [1, 4] and plain(model="lenet") == [1, 4] * 2
-    assert (
-        plain(local={"epochs": 1, "batch_size": 8})
-        == plain(local={"steps": 1, "batch_size": "full"})
-        == []
-    )
-    assert plain({"batching.mode"}, batching={"mode": "loop"}) == [] and plain(
-        {"batching.mode"}, batching={"mode": "vmap"}
-    ) == [
-        1,
-        4,
-    ]
-    monkeypatch.setattr("raysim.planning.bench._count_gpus", lambda: 0)
-    assert plain() == []
+    ways = settings(blocks=True)
+    assert {w["batching.mode"] for w in ways} == {"loop", "pooled", "lanes"}
+    sizes = [w["batching.size"] for w in ways if w["batching.mode"] == "lanes"]
+    assert sizes == [1, 4] * 5  # in each of five places
 
 
 def test_the_fastest_is_named(monkeypatch):
-    """Rates in clients per second. The pooled mode has the largest single rate, vmap of one the
+    """Rates in clients per second. The pooled mode has the largest single rate, lanes of one the
     most rounds."""
     rates = {
         "loop": [5.0, 5.0, 5.0],
         "pooled": [3.0, 90.0, 4.0],
-        ("vmap", 1): [6.0, 6.0, 6.0, 6.0],
-        ("vmap", 4): [8.0, 2.0, 7.0],
+        ("lanes", 1): [6.0, 6.0, 6.0, 6.0],
+        ("lanes", 4): [8.0, 2.0, 7.0],
     }
 
     class Rounds:
         def __init__(self, plan, executor):
             batching = plan.config.batching
             mode = batching.mode
-            self.rates = rates[(mode, batching.size) if mode == "vmap" else mode]
+            self.rates = rates[(mode, batching.size) if mode == "lanes" else mode]
 
         def rounds(self):
             yield from ({"round": t, "system/clients_per_second": 1e9} for t in range(3))
@@ -105,6 +78,8 @@ def test_the_fastest_is_named(monkeypatch):
             )
 
     monkeypatch.setattr("raysim.planning.bench.Engine", Rounds)
+    places = [{"resources.executor": "inline", "resources.gpus": 0.0}]
+    monkeypatch.setattr("raysim.planning.bench._places", lambda plan: places)
     told = []
     found = bench(IID_MLP, {"resources.executor": "inline"}, blocks=True, tell=told.append)
     assert told == found.candidates
@@ -114,14 +89,14 @@ def test_the_fastest_is_named(monkeypatch):
         (6, 4),
         (7, 3),
     ]
-    assert found.best.settings == {"batching.mode": "vmap", "batching.size": 4}
+    assert found.best.settings == {"batching.mode": "lanes", "batching.size": 4}
     with pytest.raises(ConfigError, match="rnn_of_nobody"):
         bench({**IID_MLP, "model": {"name": "rnn_of_nobody"}}, {"resources.executor": "inline"})
 
 
 def test_every_candidate_is_measured():
     found = bench(IID_MLP, {"resources.executor": "inline"}, seconds=0.01, blocks=True)
-    assert len(found.candidates) == 4
+    assert len(found.candidates) == 2
     assert all(one.rounds > 0 and one.clients_per_second > 0 for one in found.candidates)
 
 

@@ -1,4 +1,5 @@
-"""`raysim doctor` compares loop, vmap and CUDA graphs. On a CPU a stand-in takes the graphs' place."""
+"""`raysim doctor` compares loop and lanes, with and without captures. On a CPU a stand-in takes the
+place of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -8,61 +9,42 @@ from typing import Any
 
 import pytest
 import torch
-from support.cuda_graphs import again
-from torch.utils._pytree import tree_leaves
 
 from raysim.planning import doctor, execution_modes
-from raysim.planning.execution_modes import GRAPHS, MODES, VMAP, Comparison, compare_modes
-from raysim.training.trainers.cuda_graphs import CudaGraphCache
-from raysim.training.trainers.vmap import VmapTrainer
+from raysim.planning.execution_modes import LANES, MODES, UNCAPTURED, Comparison, compare_modes
+from raysim.training.trainers.host_graphs import HostGraphs
+from raysim.training.trainers.lane import CapturedStep, LaneSteps
 
 SMALL_ERROR = 1e-6
 
 
-@pytest.fixture
-def stand_in(monkeypatch):
-    """stand_in(capture): a CPU records steps by `capture` where `batching.cuda_graphs` is on."""
-
-    def use(capture: Any) -> None:
-        monkeypatch.setattr(
-            "raysim.training.trainers.vmap.CudaGraphCache", lambda: CudaGraphCache(capture)
-        )
-        monkeypatch.setattr(VmapTrainer, "_records", lambda self: self.config.batching.cuda_graphs)
-
-    return use
-
-
-def inexact(run: Any) -> Any:
-    """A capture whose steps are off by a little."""
-    output, repeat = again(run)
-
-    def repeat_inexactly() -> None:
-        repeat()
-        for leaf in tree_leaves(output):
-            if leaf.is_floating_point():
-                leaf.mul_(1 + SMALL_ERROR)
-
-    return output, repeat_inexactly
-
-
-def failing(run: Any) -> Any:
-    raise RuntimeError("operation not permitted when stream is capturing")
-
-
-def test_all_modes_agree(stand_in):
-    stand_in(again)
+def test_all_modes_agree():
     comparison = compare_modes(gpus=0, rounds=2)
-    assert comparison.agrees and comparison.recorded and comparison.graphs_equal
-    assert 0 < comparison.vmap_difference < 1e-4, "the modes round differently"
+    assert comparison.agrees and comparison.captured and comparison.captures_equal
+    assert comparison.difference < 1e-4
     assert set(comparison.clients_per_second) == set(MODES)
     assert all(speed > 0 for speed in comparison.clients_per_second.values())
     assert "the same bits" in str(comparison)
 
 
-def test_other_bits_are_found(stand_in):
-    stand_in(inexact)
+def test_other_bits_are_found(monkeypatch):
+    capture = CapturedStep._capture
+
+    def inexactly(self: CapturedStep, steps: LaneSteps) -> Any:
+        result = capture(self, steps)
+        replay = self.replay
+        assert replay is not None
+
+        def replay_inexactly() -> None:
+            replay()
+            steps.task.local_params.mul_(1 + SMALL_ERROR)
+
+        self.replay = replay_inexactly
+        return result
+
+    monkeypatch.setattr(CapturedStep, "_capture", inexactly)
     comparison = compare_modes(gpus=0, rounds=1)
-    assert comparison.recorded and not comparison.graphs_equal and not comparison.agrees
+    assert comparison.captured and not comparison.captures_equal and not comparison.agrees
     assert "OTHER BITS" in str(comparison) and "report" in comparison.advice
 
 
@@ -83,27 +65,33 @@ def test_runs_that_do_not_repeat_are_found(monkeypatch):
     assert "a repeated run gives OTHER BITS" in str(comparison)
 
 
-def test_steps_that_cannot_be_recorded(stand_in, caplog):
-    stand_in(failing)
+def test_a_capture_that_fails_is_told_and_the_block_trains_again(monkeypatch, caplog):
+    def failing(self: HostGraphs, run: Any, stream: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(HostGraphs, "capture", failing)
     comparison = compare_modes(gpus=0, rounds=1)
-    assert comparison.agrees and not comparison.recorded and "not permitted" in caplog.text
-    assert "leave batching.cuda_graphs off" in comparison.advice
+    assert comparison.agrees and not comparison.captured and "not permitted" in caplog.text
+    assert "trains again without captures" in caplog.text
+    assert "no step could be captured" in comparison.advice
 
 
 @pytest.mark.parametrize(
-    ("speed", "advice"), [(200.0, "set batching.cuda_graphs=true"), (105.0, "leave")]
+    ("speed", "advice"), [(200.0, "leave batching.mode at auto"), (50.0, "set batching.mode=loop")]
 )
 def test_advice_follows_the_speed(speed, advice):
-    comparison = Comparison({"loop": 1.0, VMAP: 100.0, GRAPHS: speed}, 0.0, True, True)
+    speeds = {"loop": 100.0, UNCAPTURED: 100.0, LANES: speed}
+    comparison = Comparison(speeds, 0.0, True, True)
     assert comparison.advice.startswith(advice)
-    assert not replace(comparison, vmap_difference=0.1).agrees
+    assert not replace(comparison, difference=0.1).agrees
 
 
 def test_doctor_compares_on_a_gpu_only(monkeypatch):
-    comparison = Comparison({"loop": 1.0, VMAP: 100.0, GRAPHS: 200.0}, 0.0, False, True)
+    speeds = {"loop": 1.0, UNCAPTURED: 100.0, LANES: 200.0}
+    comparison = Comparison(speeds, 0.0, False, True)
     monkeypatch.setattr("raysim.planning.execution_modes.compare_modes", lambda: comparison)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert doctor._modes() == (True, "CUDA graphs are not compared with the other modes: no GPU")
+    assert doctor._modes() == (True, "modes of training are not compared: no GPU")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert doctor._modes() == (False, str(comparison))
 
@@ -112,4 +100,4 @@ def test_doctor_compares_on_a_gpu_only(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_modes_of_a_gpu_agree():
     comparison = compare_modes()
-    assert comparison.agrees and comparison.recorded
+    assert comparison.agrees and comparison.captured

@@ -108,11 +108,11 @@ def test_side_by_side_is_one_after_the_other(client, server, engine, config):
     local = {"epochs": 2, "batch_size": 6, "lr": 0.05}
     looped, records = engine(config(client, server, local=local))
     several, records_of_several = engine(
-        config(client, server, local=local, batching={"mode": "vmap", "size": 3})
+        config(client, server, local=local, batching={"mode": "lanes", "size": 3})
     )
     assert looped.plan.problem.size % 16 != 0
     assert (
-        looped.plan.model().dropouts and looped.plan.mode == "loop" and several.plan.mode == "vmap"
+        looped.plan.model().dropouts and looped.plan.mode == "loop" and several.plan.mode == "lanes"
     )
     took_part = cohorts(looped)
     assert {1, 5} <= {i for cohort in took_part for i in cohort}  # one sample, two samples
@@ -154,7 +154,7 @@ def test_side_by_side_with_an_optimizer(client, server, which, engine, config):
     if overridden(CLIENT_RULES[client](), ["step"]):
         local.pop("accumulate", None)
     looped, _ = engine(config(client, server, local=local))
-    several, _ = engine(config(client, server, local=local, batching={"mode": "vmap", "size": 3}))
+    several, _ = engine(config(client, server, local=local, batching={"mode": "lanes", "size": 3}))
     plain = {"epochs": 2, "batch_size": 6, "lr": 0.05}
     unoptimized, _ = engine(config(client, server, local=plain))
     assert distance(several.executor.xs, looped.executor.xs) < 1e-8
@@ -180,7 +180,7 @@ def test_side_by_side_under_k_async(client, server, engine, config):
     given = {"rounds": 6, "schedule": ASYNCHRONOUS, "local": local}
     looped, records = engine(config(client, server, **given))
     several, records_of_several = engine(
-        config(client, server, **given, batching={"mode": "vmap", "size": 3})
+        config(client, server, **given, batching={"mode": "lanes", "size": 3})
     )
     assert max(record["staleness/max"] for record in records[1:]) >= 2
     assert len({record["system/versions_in_memory"] for record in records[1:]}) > 1
@@ -234,7 +234,7 @@ def test_a_client_knows_nothing_of_its_block(client, server, engine, config):
         assert train(blocks) == alone
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_dropout_masks_are_keyed_by_round_client_and_step(mode, engine, config, source):
     """A net whose first logit is weight · (mask / 0.75), all else 0: from weight 0 the first step
     on one sample moves it by lr (1[y = 0] - 0.1) mask / 0.75. So a client sends its mask: never the
@@ -333,7 +333,7 @@ def test_a_dropped_client_leaves_no_trace(client, server, engine, config):
     up to one again, and everything goes on as if it had not been sampled; nothing of it is kept
     anywhere. The memory has room for all."""
     expected, _ = engine(config(client, server), before=without)
-    for mode in ("loop", "vmap"):
+    for mode in ("loop", "lanes"):
         block = {"mode": mode, "size": 3}
         given = config(client, server, batching=block, faults={"on_client_error": "drop"})
         run, records = engine(given, change=poisoned)
@@ -355,7 +355,7 @@ def test_a_dropped_client_leaves_no_trace(client, server, engine, config):
 def test_a_client_dropped_under_k_async_leaves_a_sound_state(client, server, engine, config):
     """It arrives, is thrown out and counted, and starts again with the newest version; the clock
     does not notice."""
-    block = {"mode": "vmap", "size": 3}
+    block = {"mode": "lanes", "size": 3}
     given = {
         "rounds": 6,
         "schedule": ASYNCHRONOUS,
@@ -377,7 +377,7 @@ def test_a_client_dropped_under_k_async_leaves_a_sound_state(client, server, eng
 
 
 @every_client
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_a_non_finite_client_stops_the_run_by_name(client, server, mode, engine, config, base):
     schedule = make_schedule(prepare({**base, **config(client, server)}).config, np.array(SIZES))
     first = next(t for t in range(3) if BAD in sample_cohort(schedule, t))
@@ -471,20 +471,6 @@ def test_a_clients_own_exception_has_its_name_and_round(policy, engine, config, 
     assert_sound(run)
 
 
-def test_a_net_that_overflows_in_the_trial_of_vmap_is_looped_or_refused(config, base, source):
-    """The trial's images are noise; a net may well answer with infinity. That is no reason for a
-    traceback."""
-    given = {
-        **base,
-        **config("fedavg", "fedavg"),
-        "model": {"name": source("nets", NETS) + ":Net", "limit": -9.0},
-    }
-    with pytest.raises(ConfigError, match="vmap"):
-        prepare({**given, "batching": {"mode": "vmap"}})
-    cohort = {"partition": {"name": "iid", "clients": 40}, "schedule": {"cohort": 32}}
-    assert prepare({**given, "batching": {"mode": "auto"}, **cohort}).mode == "loop"
-
-
 # --- the smallest net
 
 
@@ -508,7 +494,7 @@ def test_one_parameter(client, server, engine, config, source):
     assert_sound(run)
     losses = [record["loss"] for record in records]
     assert min(losses[1:]) < losses[0]
-    several, _ = engine(config(client, server, **given, batching={"mode": "vmap", "size": 3}))
+    several, _ = engine(config(client, server, **given, batching={"mode": "lanes", "size": 3}))
     assert distance(several.executor.xs, run.executor.xs) < 1e-9
 
 
@@ -549,7 +535,7 @@ def test_several_actors_give_the_same_bits(client, server, config, base, on_ray)
 @every_client
 def test_any_number_of_actors_gives_the_same_bits(client, server, config, base, on_ray):
     """Three and one, side by side."""
-    _same_on_actors(client, server, "vmap", config, base, on_ray, 4, {"cohort": 5}, (3, 1))
+    _same_on_actors(client, server, "lanes", config, base, on_ray, 4, {"cohort": 5}, (3, 1))
 
 
 @pytest.mark.ray

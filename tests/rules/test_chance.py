@@ -39,10 +39,10 @@ def config(ragged, source):
 
 
 @pytest.mark.parametrize("local", [{"steps": 2}, {"epochs": 2}], ids=["steps", "epochs"])
-def test_noise_and_client_are_the_same_bits_in_loop_and_vmap(local, config, engine):
+def test_noise_and_client_are_the_same_bits_in_loop_and_lanes(local, config, engine):
     local = {**local, "batch_size": 6, "lr": 0.05}
     looped, _ = engine(config(local=local))
-    several, _ = engine(config(local=local, batching={"mode": "vmap", "size": 3}))
+    several, _ = engine(config(local=local, batching={"mode": "lanes", "size": 3}))
     drawn, same = looped.final["state/drawn"], several.final["state/drawn"]
     assert torch.equal(drawn[:, 0], same[:, 0]) and torch.equal(drawn[:, 2:], same[:, 2:])
     assert torch.allclose(drawn[:, 1], same[:, 1], rtol=1e-14)
@@ -88,7 +88,7 @@ def test_a_resumed_run_draws_the_same(config, base, tmp_path):
     assert other.digest != whole.digest
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_a_generator_in_a_step_is_refused_and_noise_named(mode, config, source, engine):
     given = config(
         client=f"{source('rules', RULES)}:InStep",

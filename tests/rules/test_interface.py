@@ -13,7 +13,7 @@ import raysim.numerics
 import raysim.rules
 from raysim.rules import Task
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.tasks.vmap_task import VmapTask
+from raysim.training.tasks.pure_task import PureTask
 
 FILES = sorted(Path(raysim.algorithms.__path__[0]).glob("*.py"))
 
@@ -44,7 +44,7 @@ def test_what_a_rule_may_call_is_documented_and_the_same_in_each_mode():
             continue
         for parameter in [p for p in inspect.signature(member).parameters if p != "self"]:
             assert f"{parameter}:" in (inspect.getdoc(member) or ""), (name, parameter)
-        for task in (LoopTask, VmapTask):
+        for task in (LoopTask, PureTask):
             ours, wanted = inspect.signature(getattr(task, name)), inspect.signature(member)
             assert ours.parameters == wanted.parameters, (task, name)
 

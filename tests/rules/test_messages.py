@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from raysim.errors import ClientError, ConfigError, RaysimError
+from raysim.prepare.dry_run.client_rule import compare_loop_and_lanes
 from raysim.prepare.resolve import prepare
 
 CLIENT = """
@@ -104,7 +105,7 @@ def test_a_forgotten_decorator_is_told_with_its_line(given):
     assert re.match(message, str(refused.value))
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 @pytest.mark.parametrize(
     ("case", "expected", "line"),
     [
@@ -159,44 +160,29 @@ def test_what_a_method_returns_is_refused_before_the_run(mode, case, expected, l
 
 
 @pytest.mark.parametrize(
-    ("case", "what", "line", "write"),
+    ("case", "line"),
     [
-        (
-            "branch",
-            "a branch on a tensor under vmap",
-            "line 15: `return g / 2 if g.norm() > 1 else g`",
-            "write torch.where(condition, a, b) for `a if condition else b`",
-        ),
-        (
-            "item",
-            "a number taken out of a tensor under vmap",
-            "line 15: `return g / g.norm().item()`",
-            "write steps without .item()",
-        ),
-        (
-            "in place",
-            "a change in place under vmap",
-            "line 15: `torch.zeros(len(g)).add_(g)`",
-            "write x = x + y for x += y",
-        ),
+        ("branch", "line 15: `return g / 2 if g.norm() > 1 else g`"),
+        ("item", "line 15: `return g / g.norm().item()`"),
     ],
 )
-def test_what_vmap_cannot_run_is_told_with_its_line(case, what, line, write, given):
-    with pytest.raises(ConfigError) as refused:
-        prepare(given(case, batching={"mode": "vmap", "size": 2}))
-    message = str(refused.value)
-    assert message.startswith(
-        f"client.name: client rule 'mine' cannot run under vmap: {what} (direction of client rule 'mine', "
-    )
-    assert line in message and write in message and message.endswith("or set batching.mode=loop")
+def test_what_a_gpu_cannot_capture_is_told_with_its_line_and_trains(case, line, given):
+    plan = prepare(given(case, batching={"mode": "lanes", "size": 2}))
+    said = compare_loop_and_lanes(plan)
+    assert said.startswith("steps run one kernel at a time on a GPU: ") and line in said
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_a_change_in_place_of_a_tensor_of_its_own_is_captured(given):
+    plan = prepare(given("in place", batching={"mode": "lanes", "size": 2}))
+    assert compare_loop_and_lanes(plan).startswith("captured, with the same result")
+
+
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_an_exception_is_told_with_the_users_frames_only(mode, given, engine):
     with pytest.raises(ClientError) as failed:
         engine(
             given(
-                "raises", batching={"mode": mode, "size": 2} if mode == "vmap" else {"mode": mode}
+                "raises", batching={"mode": mode, "size": 2} if mode == "lanes" else {"mode": mode}
             )
         )
     first, *rest = str(failed.value).splitlines()

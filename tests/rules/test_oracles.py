@@ -4,7 +4,7 @@ to 1e-9 relative.
 The oracles in tests/oracle/ were written from the papers. They get the engine's own cohorts and
 mini-batches (there is no other way to see the same randomness) but compute every gradient,
 correction and update themselves. Everything runs in float64, one client after the other and side by
-side under vmap, on clients of very unequal sizes.
+side on lanes, on clients of very unequal sizes.
 
 An option that changes nothing in a run is not tested by it. So `matters` names for each case other
 values of its hyper-parameters with which the oracle must disagree with the engine.

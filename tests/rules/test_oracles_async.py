@@ -65,7 +65,7 @@ class Case:
     rounds: int = 10
     seed: int = 0
     side_by_side: bool = False
-    """Also under vmap. What a server does with uploads is the same there, so that some cases of
+    """Also on lanes. What a server does with uploads is the same there, so that some cases of
     each rule will do."""
 
 

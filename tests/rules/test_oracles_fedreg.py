@@ -196,7 +196,7 @@ SIDE_BY_SIDE = (
     *("fedreg", "gamma 1", "own", "clamp own", "epochs 3 of sevens", "batches of 1", "full"),
     *("logistic sevens", "mg", "mg fresh", "mg sevens"),
 )
-"""Also under vmap: each option, and each way in which batches are padded."""
+"""Also on lanes: each option, and each way in which batches are padded."""
 
 
 def given(run, net, f: Feed | None = None) -> tuple:

@@ -19,7 +19,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.losses import task_loss
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.tasks.vmap_task import VmapTask
+from raysim.training.tasks.pure_task import PureTask
 
 RULES = program("own_statistics_rules")
 
@@ -59,7 +59,7 @@ def net():
 
 
 @pytest.mark.parametrize("loss", [task_loss, lambda net, batch: 2 * task_loss(net, batch)])
-@pytest.mark.parametrize("kind", [LoopTask, VmapTask])
+@pytest.mark.parametrize("kind", [LoopTask, PureTask])
 def test_a_pass_moves_the_statistics_that_it_is_given_as_a_module_does(kind, loss, net):
     """Three passes, at other parameters than those in training; the client's own stay."""
     model, module = net
@@ -88,7 +88,7 @@ def test_a_pass_moves_the_statistics_that_it_is_given_as_a_module_does(kind, los
     assert not task.losses and torch.equal(task.buffers, before)
 
 
-@pytest.mark.parametrize("kind", [LoopTask, VmapTask])
+@pytest.mark.parametrize("kind", [LoopTask, PureTask])
 def test_a_net_without_statistics_has_none_to_move(kind):
     model = Model(torch.nn.Linear(5, 3), (5,), 3)
     task, batch = kind(model, LocalSettings()), Batch(torch.randn(4, 5), torch.tensor([0, 1, 2, 0]))

@@ -27,6 +27,6 @@ def given(base) -> dict[str, Any]:
 
 def test_parameters_and_hyperparameters_may_have_any_names(given, source, engine):
     client = {"name": source("own", OWN_NAMES) + ":Client", "free": 0.0}
-    for mode in ("loop", "vmap"):
+    for mode in ("loop", "lanes"):
         run, _ = engine(given | {"client": client, "batching": {"mode": mode}})
         assert torch.equal(run.final["state/x"], run.plan.model().initial()[0])

@@ -255,7 +255,7 @@ def test_personal_parts_under_every_client_rule(client, run, source):
         "local": {"lr": 0.05, "personal": ["norm", "2.*"], "buffers": "personal"},
     }
     looped, _ = run.train("loop", **given)
-    several, _ = run.train("vmap", **given)
+    several, _ = run.train("lanes", **given)
     assert distance(several.executor.xs, looped.executor.xs) < 1e-8
     mask = looped.plan.personal.mask.numpy()
     assert mask.sum() == 12 + 60

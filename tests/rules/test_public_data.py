@@ -101,7 +101,7 @@ def test_feddf_distils_the_mean_logits_on_unlabelled_data(config, shown, engine)
         assert np.allclose(run.executor.xs[t + 1], x, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_fedmd_digests_the_mean_scores_and_revisits_its_own_data(mode, config, shown, engine):
     """Li and Wang 2019, algorithm 1: digest min |f_k(public) - consensus|, revisit the own data,
     send f_k(public)."""
@@ -148,7 +148,7 @@ def test_fedmd_trains_nets_with_batch_norm(config, shown, source, engine):
     assert np.allclose(consensus, np.mean(expected, axis=0), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_a_client_rule_distils_on_public_data_in_its_steps(mode, config, shown, engine):
     client = {"name": shown("digest.py", "DigestClient"), "mu": 0.8}
     run, _ = engine(config(client=client, batching={"mode": mode}))
@@ -204,7 +204,7 @@ def test_two_actors_and_a_resumed_run_give_the_same_bits(config, shown, recycled
 
 @pytest.mark.parametrize("buffers", ["averaged", "personal"])
 def test_passes_in_mode_eval_use_the_clients_own_statistics(buffers, config, source, engine):
-    """In a loop as under vmap, by default as if they were named."""
+    """In a loop as on lanes, by default as if they were named."""
     net = "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(self):\n"
     net += "        super().__init__(nn.BatchNorm1d(5), nn.Linear(5, 3))\n"
     rule = "from dataclasses import dataclass\nfrom raysim.rules import ClientRule\n\n\n"
@@ -219,7 +219,7 @@ def test_passes_in_mode_eval_use_the_clients_own_statistics(buffers, config, sou
     for client, mode in [
         (f"{named}:Named", "loop"),
         (f"{default}:Default", "loop"),
-        (f"{default}:Default", "vmap"),
+        (f"{default}:Default", "lanes"),
     ]:
         given = config(
             client=client,

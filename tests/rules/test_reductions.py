@@ -2,7 +2,7 @@
 those to rounding only.
 
 To the bit means: the sha256 of the parameters in float32 after several rounds on the same blocks.
-Each pair is run on a net with BatchNorm, one client after the other and side by side under vmap;
+Each pair is run on a net with BatchNorm, one client after the other and side by side on lanes;
 the BatchNorm statistics are compared as well. A digest that never changes would pass all of this, so each method is also run at a value at
 which it must NOT be the other one.
 """
@@ -34,7 +34,7 @@ class Net(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(64, classes), nn.Dropout(0.7))
 """
 SIZES = [30, 12, 17, 20, 45, 0, 8, 23, 16, 5, 33, 12]
-NETS = ["small-loop", "small-vmap"]
+NETS = ["small-loop", "small-lanes"]
 MOMENTUM = {"beta1": 0.9, "beta2": 0.5}
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -186,7 +186,7 @@ def test_the_first_local_step_of_fedprox_is_that_of_fedavg(digest):
     assert fedprox != digest({"name": "fedavg"}, "mlp-loop", **{**one_step, "steps": 2})[0]
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_the_first_local_step_of_gradma_is_that_of_fedavg(mode, digest):
     """One step a round from x' = x: a and b are g itself, taken on the same batch under the same
     dropout masks, and c = 0. So nothing is violated and g̃ = g, to the bit. With masks of their own
@@ -308,7 +308,7 @@ def apart(engine, ragged, known):
     return of
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 @pytest.mark.parametrize("pair", ROUNDED)
 def test_to_rounding(pair, mode, apart):
     """(g - c) + c is not g, nor 5 (d / 5) = d, in floating point: equal to 1e-6, in fact to about
@@ -329,7 +329,7 @@ def test_and_otherwise_far_apart(pair, apart):
 TWAFL_WITH_INA = program("reductions_twafl_with_ina")
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_fedhist_without_a_memory_is_twafl_without_sizes_and_ina(mode, apart, source):
     own = {"name": source("ina", TWAFL_WITH_INA) + ":WithINA", "weights": "uniform"}
     fedhist = {"name": "fedhist", "length": 0, "rho": 0.99}

@@ -241,7 +241,7 @@ STEP = 'return {**state, "w": task.descend(state["w"], g)}'
         {"init": "generator = torch.Generator(); torch.rand(3, generator=generator)"},
     ],
 )
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_a_right_rule_is_allowed(right, mode, mine):
     assert prepare(mine(code(**right), batching={"mode": mode})).client.name == "mine"
 
@@ -259,7 +259,7 @@ def test_a_right_rule_is_allowed(right, mode, mine):
         ('shared["seen"] = g; return g', 'shared["seen"]'),
     ],
 )
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_a_step_that_changes_its_arguments_is_refused(step, changed, mode, mine):
     message = refused(mine(code(step), batching={"mode": mode}))
     assert message.startswith(
@@ -290,7 +290,7 @@ def test_numbers_without_a_key_are_refused(method, draw, mine):
     assert "docs/how-to/random_numbers.md" in message
 
 
-@pytest.mark.parametrize("executor", ["loop", "vmap"])
+@pytest.mark.parametrize("executor", ["loop", "lanes"])
 @pytest.mark.parametrize(
     ("step", "message"),
     [

@@ -165,7 +165,7 @@ def named(error: str) -> str:
     return error.partition("(")[0]
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 @pytest.mark.parametrize("error", ANYTHING)
 @pytest.mark.parametrize("hook", ["init", "direction", "finish"])
 def test_what_a_client_rule_raises_is_its_clients_failure(
@@ -178,7 +178,7 @@ def test_what_a_client_rule_raises_is_its_clients_failure(
         "algorithm": None,
         "batching": {"mode": mode},
     }
-    if mode == "vmap" and hook == "direction":
+    if mode == "lanes" and hook == "direction":
         config["batching"] |= {"size": 3}
     with pytest.raises(ClientError, match=rf"client \d+ failed in round 1: .*{named(error)}"):
         engine(config)

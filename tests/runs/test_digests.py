@@ -125,22 +125,8 @@ def cases() -> dict[str, dict[str, Any]]:
             "batching": {"mode": "loop"},
         }
         | sync,
-        "vmap tinynn gradma": {
-            "algorithm": "gradma",
-            "model": "tinynn",
-            "dtype": "float64",
-            "batching": {"mode": "vmap", "size": 3},
-        }
-        | sync,
         "loop lenet": {"algorithm": "fedavgm", "model": "lenet", "batching": {"mode": "loop"}}
         | sync,
-        "vmap lenet": {
-            "algorithm": "fedavgm",
-            "model": "lenet",
-            "batching": {"mode": "vmap", "size": 4},
-        }
-        | sync,
-        "vmap fedreg": {"algorithm": "fedreg", "batching": {"mode": "vmap", "size": 5}} | sync,
         "pooled fedsgd": {"algorithm": "fedsgd", "batching": {"mode": "pooled"}} | sync,
         "own rules": {"client": "{rules}:Sluggish", "server": "{rules}:Halfway"} | sync,
         "own net": {"algorithm": "scaffold", "model": "{net}:Net", "dtype": "float64"} | sync,

@@ -50,7 +50,7 @@ def digest(base: dict[str, Any], tmp_path, monkeypatch):
     return of
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_the_step_sizes_are_the_values_of_the_function(digest, mode):
     batching = {"mode": mode}
     expected = digest(HALVED, batching=batching)

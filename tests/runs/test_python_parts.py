@@ -61,7 +61,7 @@ def mean_loss(outputs, y):
 @pytest.mark.parametrize(
     "loss", [F.cross_entropy, nn.CrossEntropyLoss(), mean_loss, lambda o, y: F.cross_entropy(o, y)]
 )
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_a_cross_entropy_of_any_form_is_classification(config, loss, mode):
     keys = {"batching": {"mode": mode}}
     own, shipped = trained(config, task=loss, **keys), trained(config, **keys)

@@ -130,7 +130,7 @@ def table(run_dir: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_what_goes_up_may_be_rounded(config, mode, kind):
     """One round of one client with a step of 1: the server has moved by what came, which is what
     there was, rounded."""

@@ -172,7 +172,7 @@ NASTY = [
     ),
     *(
         "loop",
-        "vmap",
+        "lanes",
         "pooled",
         "sync",
         "kasync",

@@ -67,7 +67,7 @@ def small_config(command: str, data: str, cohort: int = 4) -> dict[str, Any]:
         "schedule": schedule | {"cohort": clients if schedule["cohort"] >= 100 else cohort},
         "resources": {"executor": "inline", "threads": 1},
         "evaluate": _small_evaluation(raw.get("evaluate") or {}),
-        "batching": {"mode": "vmap", "size": 2, **(raw.get("batching") or {})},
+        "batching": {"mode": "lanes", "size": 2, **(raw.get("batching") or {})},
     }  # fmt: skip
 
 

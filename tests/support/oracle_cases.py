@@ -33,7 +33,7 @@ NETS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-MODES = ["loop", "vmap"]
+MODES = ["loop", "lanes"]
 
 
 STEPS = [[0, 0.2], [2, 0.8], [5, 0.5]]

@@ -30,14 +30,14 @@ def test_what_differs_is_said_with_its_size(plain):
         testing.check_reduction(double, {"algorithm": "fedavg"}, rtol=1e-12)
 
 
-def test_a_method_that_counts_padding_is_refused(plain):
-    with pytest.raises(ConfigError, match=r"'padded' .* under vmap that differs"):
-        testing.check_modes(algorithm=plain.replace(":plain", ":padded"))
+def test_a_method_that_keeps_something_in_python_is_refused(plain):
+    with pytest.raises(ConfigError, match=r"'remembers' .* on lanes that differs"):
+        testing.check_captures(algorithm=plain.replace(":plain", ":remembers"))
 
 
 def test_runs_of_checks_are_not_tracked():
     with pytest.raises(ConfigError, match="tracking: the runs of checks are not tracked"):
-        testing.check_modes(algorithm="fedavg", tracking=True)
+        testing.check_captures(algorithm="fedavg", tracking=True)
 
 
 @pytest.mark.ray

@@ -54,7 +54,7 @@ def clip(v: np.ndarray, norm: float) -> np.ndarray:
     return v * min(1.0, norm / np.linalg.norm(v))
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_without_noise_the_sum_of_clipped_updates_is_divided_by_the_expected_cohort(
     mode, waves, engine
 ):

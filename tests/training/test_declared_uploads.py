@@ -44,7 +44,7 @@ def assert_heard(state: dict[str, torch.Tensor], ids: list[int]) -> None:
     assert state["number"].shape == () and float(state["number"]) == pytest.approx(34 / 3, rel=1e-6)
 
 
-@pytest.mark.parametrize("batching", [{"mode": "loop", "size": 2}, {"mode": "vmap", "size": 2}])
+@pytest.mark.parametrize("batching", [{"mode": "loop", "size": 2}, {"mode": "lanes", "size": 2}])
 def test_declared_uploads_arrive_in_their_shape_and_type(batching, given, engine):
     run, records = engine(given({"name": "Tells"}, batching=batching))
     assert_heard(run.executor.server.state, list(sample_cohort(run.schedule, 1)))

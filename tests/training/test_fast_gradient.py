@@ -204,7 +204,7 @@ def drawn(model: Model, n: int, seed: int = 5, sets: int = 1) -> Batch:
         for _ in range(sets)
     )
     x = torch.from_numpy(2 * rng.standard_normal((n, *model.shape))).to(model.dtype)
-    return Batch(x, torch.from_numpy(rng.integers(0, model.classes, n)), None, drops)
+    return Batch(x, torch.from_numpy(rng.integers(0, model.classes, n)), drops)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

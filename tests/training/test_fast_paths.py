@@ -631,7 +631,7 @@ def spoilt(config, source) -> Callable[..., dict[str, Any]]:
     return make
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 @pytest.mark.parametrize(
     ("takes", "where", "value"),
     [
@@ -669,7 +669,7 @@ def test_only_who_spoils_something_is_refused(mode, takes, where, value, engine,
             np.testing.assert_allclose(kept, expected.store.get(client)[key], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 @pytest.mark.parametrize("where", ["delta", "extra", "kept"])
 def test_two_who_spoil_the_same_number_by_opposite_infinities_are_both_refused(
     mode, where, engine, spoilt, caplog
@@ -693,7 +693,7 @@ def test_two_who_spoil_the_same_number_by_opposite_infinities_are_both_refused(
     assert np.isfinite(run.executor.xs[-1]).all()
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_a_finite_upload_that_is_too_large_is_refused_alone(mode, engine, spoilt, caplog):
     """Beside it, as large as fits: that is no reason to refuse anybody."""
     run, records = engine(spoilt(mode, "sum", (SIZES[BAD],), where="extra", value="1e18"))
@@ -710,7 +710,7 @@ def test_a_finite_upload_that_is_too_large_is_refused_alone(mode, engine, spoilt
     assert np.isfinite(large.executor.xs[-1]).all()
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_who_spoils_something_is_named_and_stops_the_run(mode, engine, spoilt):
     for where, what in (("delta", "delta"), ("extra", "extra"), ("kept", "kept kept")):
         given = {

@@ -29,7 +29,7 @@ from raysim.runs.python_inputs import named_inputs
 from raysim.training.batches.batch_order import batch_positions
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.tasks.vmap_task import VmapTask
+from raysim.training.tasks.pure_task import PureTask
 
 SIZES = [30, 17, 9, 4]
 N, D, C = sum(SIZES), 5, 3
@@ -217,17 +217,9 @@ LABEL_LOSSES = {
 }  # fmt: skip
 
 
-NOT_UNDER_VMAP = {"margin", "legacy"}
-"""torch has no batching rule for the one, and warns about the other."""
-
-
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 @pytest.mark.parametrize("name", LABEL_LOSSES)
 def test_the_mean_of_a_loss_of_labels_is_its_own(name, mode):
-    if mode == "vmap" and name in NOT_UNDER_VMAP:
-        with pytest.raises(ConfigError, match=r"cannot run under vmap.*use batching.mode=loop"):
-            trained(LABEL_LOSSES[name], LABELS, mode=mode)
-        return
     assert_equal(LABEL_LOSSES[name], LABELS, mode=mode, oracle=as_double(LABEL_LOSSES[name]))
 
 
@@ -244,7 +236,7 @@ def as_double(loss):
 @pytest.mark.parametrize("name", sorted(set(LABEL_LOSSES) - {"weight 0"}))
 def test_mini_batches_and_accumulation_have_the_functions_mean(name):
     loss = LABEL_LOSSES[name]
-    for mode in ["loop", "vmap"][: 1 if name in NOT_UNDER_VMAP else 2]:
+    for mode in ("loop", "lanes"):
         assert_equal(loss, LABELS, mode=mode, oracle=as_double(loss), steps=4, size=5, accumulate=3)
 
 
@@ -263,7 +255,7 @@ def test_every_mode_logs_the_functions_own_loss(name):
         values = [
             function(first(torch.tensor(X[p])), torch.tensor(LABELS[p])).item() for p in PARTS
         ]
-    for mode in ("loop", "vmap", "pooled"):
+    for mode in ("loop", "lanes", "pooled"):
         record = trained(loss, LABELS, mode=mode, steps=1, rounds=1).history[-1]
         assert record["train_loss"] == pytest.approx(np.mean(values), rel=1e-9)
 
@@ -282,16 +274,11 @@ NUMBER_LOSSES = {
     "scalar": lambda o, y: ((o - y).abs() ** 1.5).mean(), "total": lambda o, y: ((o - y) ** 2).sum(),
     "by target": lambda o, y: (y.abs() * (o - y) ** 2).sum() / y.abs().sum(),
 }  # fmt: skip
-COUPLED_NUMBERS = {"by target"}
 
 
-@pytest.mark.parametrize("mode", ["auto", "vmap"])
+@pytest.mark.parametrize("mode", ["auto", "lanes"])
 @pytest.mark.parametrize("name", NUMBER_LOSSES)
 def test_the_mean_of_a_loss_of_numbers_is_its_own(name, mode):
-    if mode == "vmap" and name in COUPLED_NUMBERS:
-        with pytest.raises(ConfigError, match=r"of all examples of a batch together.*mode=loop"):
-            trained(NUMBER_LOSSES[name], TARGETS, mode=mode)
-        return
     assert_equal(NUMBER_LOSSES[name], TARGETS, mode=mode, steps=2, size=6)
 
 
@@ -353,7 +340,6 @@ def test_a_loss_that_couples_examples_is_computed_as_it_is(loss):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"mode": "vmap"}, "'vmap' is not possible.*of all examples of a batch together"),
         ({"mode": "pooled", "steps": 1}, "'pooled' is not possible.*of all examples of a batch"),
         (
             {"privacy": {"max_grad_norm": 1.0, "noise_multiplier": 1.0}},
@@ -424,7 +410,7 @@ def test_a_task_with_its_reading_goes_to_another_process():
 # -- ignored labels --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap", "pooled"])
+@pytest.mark.parametrize("mode", ["loop", "lanes", "pooled"])
 @pytest.mark.parametrize(
     ("loss", "y"),
     [
@@ -469,7 +455,7 @@ def test_other_labels_outside_of_the_classes_are_refused():
         trained(nn.CrossEntropyLoss(), y)
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_a_batch_of_ignored_labels_makes_no_step(mode):
     """torch's gradient of it is 0, and its loss 0 / 0."""
     y = LABELS.copy()
@@ -518,7 +504,7 @@ def task_of(loss, y, mode, **keys):
     plan = prepare(named_inputs(config(loss, y, **keys)))
     model = plan.model()
     settings = LocalSettings(lr=0.1, privacy=plan.config.example_privacy)
-    task = LoopTask(model, settings) if mode == "loop" else VmapTask(model, settings)
+    task = LoopTask(model, settings) if mode == "loop" else PureTask(model, settings)
     w = plan.initial[0].clone()
     module = net(loss, y).double()
     return task, w, module
@@ -549,7 +535,7 @@ def test_full_loss_and_gradient_are_the_functions_own_over_all_examples(name):
 
 
 @pytest.mark.parametrize("name", ["weight", "all", "sum", "lambda", "plain"])
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_private_gradients_are_those_of_single_examples(name, mode):
     """Clipped, one example changes their sum by at most the norm: no denominator of others."""
     loss = LABEL_LOSSES[name]
@@ -621,7 +607,7 @@ TOKEN_LOSSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap", "pooled"])
+@pytest.mark.parametrize("mode", ["loop", "lanes", "pooled"])
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_a_loss_of_tokens_is_the_functions_mean_over_all_of_them(name, mode):
     loss, ignored, form = TOKEN_LOSSES[name]
@@ -686,7 +672,7 @@ class Balanced(Classification):
         return torch.where(y == 2, self.rare, 1.0).double()
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap", "pooled"])
+@pytest.mark.parametrize("mode", ["loop", "lanes", "pooled"])
 def test_a_task_may_give_the_weights_of_its_mean(mode):
     steps = 1 if mode == "pooled" else 3
     oracle = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0, 4.0]).double())
@@ -723,7 +709,7 @@ def test_a_tasks_coupled_loss_sees_the_inputs_in_training_and_in_evaluation():
     assert result.history[-1]["loss"] == pytest.approx(float(expected), rel=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_terms_of_a_method_are_added_to_the_functions_mean(mode):
     """A method's own loss with a term for each example: here the squared norm of the outputs."""
     loss = nn.CrossEntropyLoss(weight=W64)

@@ -29,7 +29,7 @@ from raysim.training.trainers.trainer import Trainer
 LR = 0.05
 SIZES = [20, 1, 9, 14, 2]
 BATCHES = [5, 1, 3, 4, 2]
-"""Mini-batches of each client: under vmap some have finished while others train."""
+"""Mini-batches of each client."""
 
 SGD = {"name": "sgd", "momentum": 0.9}
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[Any], optim.Optimizer]]] = {
@@ -133,7 +133,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return bool((ours - theirs).abs().max() <= 1e-12 * (1 + theirs.abs().max()))
 
 
-both_modes = pytest.mark.parametrize("mode", ["loop", "vmap"])
+both_modes = pytest.mark.parametrize("mode", ["loop", "lanes"])
 
 
 def tasks_of(counts: list[int], t: int = 0) -> list[ClientTask]:
@@ -171,9 +171,7 @@ def test_accumulated_gradients_make_one_step(name, mode, k, planned):
     steps = []
     trainer.rule = Noting.of(steps)
     train(trainer, plan.initial[0], tasks_of(BATCHES))
-    assert steps == [
-        -(-count // k) for count in (BATCHES if mode == "loop" else sorted(BATCHES)[::-1])
-    ]
+    assert steps == [-(-count // k) for count in BATCHES]
 
 
 @both_modes

@@ -67,10 +67,10 @@ def test_numbers_of_clients_are_averaged_over_steps_and_clients():
         assert record["client/twice"] == 3, "the report counts more than the log"
 
 
-def test_blocks_do_not_change_what_is_logged_and_vmap_only_rounds():
+def test_blocks_do_not_change_what_is_logged_and_lanes_only_rounds():
     whole = logged()
     assert logged(**{"batching.size": 3}) == whole
-    vmap = logged(**{"batching.mode": "vmap", "batching.size": 4})
+    vmap = logged(**{"batching.mode": "lanes", "batching.size": 4})
     assert vmap == [pytest.approx(record) for record in whole]
 
 
@@ -79,7 +79,7 @@ def test_actors_do_not_change_what_is_logged():
     assert logged(**{"resources.executor": "ray", "resources.actors": 2}) == logged()
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_steps_are_counted_where_gradients_are_accumulated(mode):
     @dataclass(frozen=True)
     class Counts(ClientRule):

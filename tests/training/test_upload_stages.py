@@ -148,7 +148,7 @@ def top_k(v: np.ndarray, k: int) -> np.ndarray:
     return kept
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_top_k_with_error_feedback_is_that_of_the_paper(mode, waves, engine):
     """Stich 2018, algorithm 1, for clients of which some rest: v = m + delta, x <- x - mean
     top_k(v), m <- v - top_k(v). A client that fails keeps its memory."""
@@ -341,7 +341,7 @@ def test_every_rule_computes_the_same_side_by_side(client, server, waves, untied
     looped = engine({**config, "batching": {"mode": "loop", "size": 2}})[0].executor.xs
     assert len(margins) >= 2 * 2 * len(SIZES)
     assert min(margins) > SMALLEST_MARGIN, "the input of this test is on a tie: choose another seed"
-    several = engine({**config, "batching": {"mode": "vmap", "size": 2}})[0].executor.xs
+    several = engine({**config, "batching": {"mode": "lanes", "size": 2}})[0].executor.xs
     assert np.abs(looped[-1] - several[-1]).max() < 1e-7
     assert np.abs(looped[-1] - looped[0]).max() > 0
 

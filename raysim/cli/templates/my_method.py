@@ -35,8 +35,8 @@ class MyMethodClient(ClientRule):
         """Return the direction [P] of one local step; then w <- w - lr * direction.
 
         `shared["x"]` are the received parameters [P], `state["w"]` the client's own [P]. Do not
-        change either in place, and do not branch on a tensor's value: many clients may run at once
-        under torch.func.vmap.
+        change either in place, and keep nothing in Python from one step to the next: on a GPU a
+        step is captured once and then replayed.
 
         See `ClientRule.direction`.
         """

@@ -74,8 +74,8 @@ class MyMethodClient(ClientRule):
         """Return the direction [P] of one local step; then w <- w - lr * direction.
 
         `shared` is what the server broadcast, `state["w"]` the client's parameters [P], and the
-        rest of `state` what `init` returned. Do not change them in place, and do not branch on a
-        tensor's value: many clients may run at once under torch.func.vmap.
+        rest of `state` what `init` returned. Do not change them in place, and keep nothing in
+        Python from one step to the next: on a GPU a step is captured once and then replayed.
 
         See `ClientRule.direction`.
         """

@@ -77,7 +77,7 @@ def test_the_hyper_parameter_has_an_effect() -> None:
 
 
 def test_it_has_one_result() -> None:
-    """Check that loop mode, vmap and a resumed run agree, on clients of unequal sizes."""
+    """Check that loop mode, lanes and a resumed run agree, on clients of unequal sizes."""
     testing.check_method(METHOD)
 
 

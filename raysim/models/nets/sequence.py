@@ -4,10 +4,8 @@ Both turn tokens [B, T] into logits [B, T, vocabulary] (`task: next_token`). A p
 and the positions before it, so padding at a sequence's end has no effect on the others. Neither net
 has parameters for positions, so its initial values do not depend on T either.
 
-They consist of linear operations. Of PyTorch's own layers, `nn.LSTM` and
-`nn.TransformerEncoderLayer` have no batching rule under `torch.func.vmap` on a CPU (torch falls
-back to a loop over the clients, and raysim refuses vmap). `nn.MultiheadAttention` has one, but its
-dropout draws from the global generator.
+They consist of linear operations, so single examples have gradients by `torch.func` too: PyTorch's
+`nn.LSTM` and `nn.TransformerEncoderLayer` have no batching rule under `torch.func.vmap` on a CPU.
 """
 
 from __future__ import annotations

@@ -346,7 +346,12 @@ class RuleDryRun:
         self.agreement = f"within {max(relative.values()):.1e} of each vector's norm"
         if max(relative.values()) <= precision.tolerance:
             return None
-        rounding = differences(self._nudged(precision, *stage) or looped, looped, floor)
+        again = self._train(*stage)[0] or looped
+        if max(differences(again, looped, floor).values()) > precision.tolerance:
+            # Training that is no function of its arguments says nothing about rounding.
+            rounding = dict.fromkeys(relative, 0.0)
+        else:
+            rounding = differences(self._nudged(precision, *stage) or looped, looped, floor)
         wrong = {
             key: size
             for key, size in relative.items()

@@ -5,7 +5,6 @@ u is a rule's descent direction after clipping, weight decay and the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,7 +108,7 @@ def step_in_place(w: Tensor, u: Tensor, lr: float | Tensor) -> None:
         w.add_(u, alpha=-lr)
 
 
-def steps_in_place(parts: Sequence[Tensor], along: Sequence[Tensor], lr: float | Tensor) -> None:
+def steps_in_place(parts: list[Tensor], along: list[Tensor], lr: float | Tensor) -> None:
     """Make the step of `stepped` in each of several tensors, with the same bits.
 
     Args:

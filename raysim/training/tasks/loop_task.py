@@ -76,7 +76,7 @@ class LoopTask(ModelTask):
             `local_params`, a copy of global_params. It is the same tensor for every client.
         """
         self.settings = settings
-        self.facts = steps, client
+        self.facts: tuple[int, int] | tuple[Tensor, Tensor] = (steps, client)
         self.in_steps = False
         self.logged = {}
         self.losses = []
@@ -116,7 +116,7 @@ class LoopTask(ModelTask):
         # Refused on every device, since a captured step would draw the same numbers each time.
         if self.in_steps:
             return super().rng(stream)
-        return generator(self.settings.seed, f"client rule {stream}", int(self.t), self.facts[1])
+        return generator(self.settings.seed, f"client rule {stream}", int(self.t), int(self.facts[1]))
 
     def descend_in_place(self, w: Tensor, direction: Tensor) -> None:
         """Make the step of `descend` in w itself.

@@ -1,8 +1,8 @@
 """Optimizers of local steps: they turn a descent direction into another one.
 
 A step is w <- w - lr u, and an optimizer computes u from the direction, the parameters and its
-moments. It is a pure function on tensors, so it runs under `torch.func.vmap` as well as for one
-client. Steps are those of the optimizer of the same name in torch.optim.
+moments. It is a pure function on tensors, so it can be captured as a CUDA graph. Steps are those of
+the optimizer of the same name in torch.optim.
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ class GroupTrainer:
             ContractError: the server rule's `sent_to` returns something that is forbidden.
         """
         began = time.perf_counter()
+        uncaptured = self._uncaptured_steps()
         first = self.trainers[0]
         total = UploadSum(first.uploads)
         evaluations = []
@@ -87,8 +88,13 @@ class GroupTrainer:
             base: first.personal.received_bytes(first.start.sent_to(broadcast, a_client))
             for base, broadcast in broadcasts.items()
         }
+        outcome.uncaptured_steps = self._uncaptured_steps() - uncaptured
         outcome.seconds = time.perf_counter() - began
         return outcome
+
+    def _uncaptured_steps(self) -> int:
+        """Return the number of local steps so far that lanes could not capture."""
+        return sum(trainer.uncaptured_steps for trainer in self.trainers)
 
     def _train_by_group(
         self, broadcasts: Mapping[int, Broadcast], block: Block

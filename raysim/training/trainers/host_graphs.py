@@ -9,18 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+
+from raysim.numerics.closed_form_qp import formulas_for_gpus
 
 READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "unique", "unique_dim")
 """Operations whose result the host has to read, or whose shape depends on values."""
 
 READING_METHODS = ("tolist", "numpy", "__array__")
 """Methods of a tensor that read its values without an operation."""
+
+READS_A_VALUE = "the value of a tensor is read, which has to wait for the GPU"
 
 
 class HostGraphs:
@@ -42,7 +46,7 @@ class HostGraphs:
     @contextmanager
     def asking(self) -> Iterator[None]:
         """Let whatever reads a tensor's values raise RuntimeError. See `Graphs.asking`."""
-        with _no_methods_that_read(), _RefuseReads():
+        with formulas_for_gpus(), _RefuseReadingMethods(), _RefuseReads():
             yield
 
     def capture(self, run: Callable[[], Any], stream: None) -> tuple[Any, Callable[[], None]]:
@@ -52,7 +56,7 @@ class HostGraphs:
         memory before the capture are restored.
         """
         recorder = _Recorder()
-        with _no_methods_that_read(), recorder:
+        with formulas_for_gpus(), _RefuseReadingMethods(), recorder:
             output = run()
         recorder.undo()
         return output, recorder.replay
@@ -66,12 +70,21 @@ class HostGraphs:
         return 4
 
 
+class _RefuseReadingMethods(TorchFunctionMode):
+    """Refuses methods of a tensor that read its values without an operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in READING_METHODS:
+            raise RuntimeError(READS_A_VALUE)
+        return func(*args, **(kwargs or {}))
+
+
 class _RefuseReads(TorchDispatchMode):
     """Refuses operations that a capture does not support."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in READS:
-            raise RuntimeError("the value of a tensor is read, which has to wait for the GPU")
+            raise RuntimeError(READS_A_VALUE)
         return func(*args, **(kwargs or {}))
 
 
@@ -84,12 +97,14 @@ class _Recorder(_RefuseReads):
         self.overwritten: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            written = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            self.overwritten += [(tensor, tensor.detach().clone()) for tensor in written]
+        # Aliases, since an operation such as `squeeze_` changes the shape of its argument itself.
+        given = _aliases((args, kwargs or {}))
+        # The schema of PyTorch's batch norm does not say that it moves its running statistics.
+        if func._schema.is_mutable or "batch_norm" in func.overloadpacket.__name__:
+            written = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+            self.overwritten += [(tensor, tensor.clone()) for tensor in written]
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        self.calls.append((func, args, kwargs, output))
+        self.calls.append((func, *given, _aliases(output)))
         return output
 
     @torch.no_grad()
@@ -99,7 +114,8 @@ class _Recorder(_RefuseReads):
             tensor.copy_(value)
         self.overwritten.clear()
 
-    @torch.no_grad()
+    # Without gradients some operations return no workspace for their backward pass.
+    @torch.enable_grad()
     def replay(self) -> None:
         """Call all operations again, into the memory that they wrote at first."""
         for func, args, kwargs, output in self.calls:
@@ -109,12 +125,6 @@ class _Recorder(_RefuseReads):
                     memory.copy_(value)
 
 
-@contextmanager
-def _no_methods_that_read() -> Iterator[None]:
-    """Let the methods of a tensor that read its values raise RuntimeError."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("the value of a tensor is read, which has to wait for the GPU")
-
-    with patch.multiple(Tensor, **dict.fromkeys(READING_METHODS, refuse)):
-        yield
+def _aliases(tree: Any) -> Any:
+    """Return a tree with other tensors on the same memory."""
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)

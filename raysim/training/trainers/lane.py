@@ -128,7 +128,7 @@ class Lane:
         device = task.model.device
         numbers = {
             "t": torch.full((), client.task.base, device=device),
-            "lr": torch.full((), client.settings.lr, dtype=task.model.dtype, device=device),
+            "lr": torch.full((), float(client.settings.lr), dtype=task.model.dtype, device=device),
             "steps": torch.full((), int(task.facts[0]), device=device),
             "client": torch.full((), client.task.client, device=device),
         }
@@ -346,9 +346,10 @@ class CapturedStep:
         lane = steps.lane
         graphs = lane.captures.graphs
         try:
-            self.output, self.replay = graphs.capture(
+            output, self.replay = graphs.capture(
                 lambda: steps.make_uncaptured(self.batch, self.place), lane.stream
             )
+            self.output = output
         except torch.OutOfMemoryError:
             raise
         except BaseException as error:
@@ -356,7 +357,7 @@ class CapturedStep:
             lane.captures.refuse(self.kind, error)
             raise CaptureError(str(error)) from error
         self.replay()
-        return self.output
+        return output
 
 
 def _write(values: State, memory: State) -> None:

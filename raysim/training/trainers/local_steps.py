@@ -21,7 +21,7 @@ from raysim.training.tasks.loop_task import LoopTask
 class Place(NamedTuple):
     """Place of a mini-batch among those of its step (`local.accumulate`)."""
 
-    count: int
+    number: int
     """Number of mini-batches of the step so far, with this one."""
     last: bool
     """Whether this one completes the step."""
@@ -35,8 +35,8 @@ class Place(NamedTuple):
             of_step: mini-batches of a step.
             batches: mini-batches of all steps; the last step may have fewer.
         """
-        count = i % of_step + 1
-        return cls(count, count == of_step or i + 1 == batches)
+        number = i % of_step + 1
+        return cls(number, number == of_step or i + 1 == batches)
 
 
 class LocalSteps:
@@ -109,8 +109,8 @@ class LocalSteps:
         """Add a direction [P] to those of its step; return the mean of all so far."""
         if self.accumulated is None:
             self.accumulated = direction.clone()
-        elif place.count == 1:
+        elif place.number == 1:
             self.accumulated.copy_(direction)
         else:
             self.accumulated += direction
-        return self.accumulated / place.count
+        return self.accumulated / place.number

@@ -114,6 +114,11 @@ class Trainer(ABC):
         key = self.config.upload_key(group.name)
         return UploadChain(group.stages, group.rule, self.sent, shapes, self.config.seed, key)
 
+    @property
+    def uncaptured_steps(self) -> int:
+        """Number of local steps so far that lanes could not capture as CUDA graphs."""
+        return 0
+
     def new_state(self) -> State:
         """Return what rule, optimizer and stages keep of a client that has not trained yet."""
         state = dict(self.rule.state(self.task))

@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from typing import ClassVar
 
 from raysim.algorithms.fedavg import FedAvgServer
 from raysim.rules import Algorithm, ClientRule
@@ -13,10 +14,13 @@ class Plain(ClientRule):
 
 
 @dataclass(frozen=True)
-class Padded(ClientRule):
+class Remembers(ClientRule):
+    calls: ClassVar[list[int]] = []
+
     def direction(self, shared, state, batch, task):
-        return len(batch.y) * task.grad(state["w"], batch)
+        self.calls.append(1)
+        return (1 + len(self.calls) % 3) * task.grad(state["w"], batch)
 
 
 plain = Algorithm("plain", Plain, FedAvgServer, "")
-padded = Algorithm("padded", Padded, FedAvgServer, "")
+remembers = Algorithm("remembers", Remembers, FedAvgServer, "")

@@ -1,5 +1,6 @@
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.nn import functional as F
@@ -32,43 +33,28 @@ class Slow(Plain):
 
 
 @dataclass(frozen=True)
-class Length(Plain):
-    @staticmethod
-    def loss(net, batch):
-        return cross_entropy(net, batch) + 0.01 * (net.logits**2).sum(-1) * len(batch.y)
+class Remembers(ClientRule):
+    calls: ClassVar[list[int]] = []
+
+    def direction(self, shared, state, batch, task):
+        self.calls.append(1)
+        return task.grad(state["w"], batch) * (1 + len(self.calls) % 3)
 
 
 @dataclass(frozen=True)
-class Shape(Plain):
-    @staticmethod
-    def loss(net, batch):
-        return cross_entropy(net, batch) * batch.x.shape[0]
-
-
-@dataclass(frozen=True)
-class Mean(Plain):
-    @staticmethod
-    def loss(net, batch):
-        return cross_entropy(net, batch) + 0.1 * (net.logits.mean(0) ** 2).sum()
-
-
-@dataclass(frozen=True)
-class Scalar(Plain):
-    @staticmethod
-    def loss(net, batch):
-        return F.cross_entropy(net.logits, batch.y)
-
-
-@dataclass(frozen=True)
-class Counts(ClientRule):
+class TakesANumber(ClientRule):
     def state(self, task):
         return {"count": torch.zeros(())}
 
     def init(self, shared, client_state, data, task):
+        self.counts[0] = self.counts[0] + 1
         return {"count": client_state["count"]}
 
+    counts: ClassVar[list[float]] = [0.0]
+
     def step(self, shared, state, batch, task):
-        return {**super().step(shared, state, batch, task), "count": state["count"] + len(batch.y)}
+        after = super().step(shared, state, batch, task)
+        return {**after, "count": state["count"] + self.counts[0]}
 
     def finish(self, shared, state, client_state, data, task):
         return super().finish(shared, state, client_state, data, task)[0], {"count": state["count"]}

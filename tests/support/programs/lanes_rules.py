@@ -1,0 +1,45 @@
+from dataclasses import dataclass
+
+import torch
+
+from raysim.rules import ClientRule
+
+
+@dataclass(frozen=True)
+class Branches(ClientRule):
+    def direction(self, shared, state, batch, task):
+        g = task.grad(state["w"], batch)
+        return g / 2 if g.norm() > 1 else g
+
+
+@dataclass(frozen=True)
+class Swaps(ClientRule):
+    """The vector of one step goes on under another name, as GradMA's last one."""
+
+    def init(self, shared, client_state, data, task):
+        return {"last": shared["x"], "before": torch.zeros_like(shared["x"])}
+
+    def step(self, shared, state, batch, task):
+        direction = task.grad(state["w"], batch) + 0.1 * (state["last"] - state["before"])
+        w = task.descend(state["w"], direction)
+        return {"w": w, "last": state["w"], "before": state["last"]}
+
+
+@dataclass(frozen=True)
+class Views(ClientRule):
+    """State that is a part of the parameters, and a sum that it changes in place."""
+
+    def init(self, shared, client_state, data, task):
+        return {"head": shared["x"][:5], "sum": torch.zeros(5, dtype=shared["x"].dtype)}
+
+    def step(self, shared, state, batch, task):
+        direction = task.grad(state["w"], batch)
+        direction[:5] += 0.1 * state["head"]
+        w = task.descend(state["w"], direction)
+        return {"w": w, "head": w[:5], "sum": state["sum"] + w[5:10]}
+
+    def finish(self, shared, state, client_state, data, task):
+        report, kept = super().finish(shared, state, client_state, data, task)
+        moved = torch.zeros_like(report["delta"])
+        moved[:5] = 0.01 * (state["sum"] + state["head"])
+        return {**report, "delta": report["delta"] + moved}, kept

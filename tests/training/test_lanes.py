@@ -1,0 +1,250 @@
+"""What must hold of lanes: a client's bits depend neither on its block, nor on the number of lanes,
+nor on whether its steps are captured; and they are those of mode loop. There is a CPU here, so
+PyTorch's operations are recorded, and called again on the same memory, as a graph would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.batteries import algorithm_of_each_client_rule, small
+from support.programs import program
+
+from raysim.prepare.resolve import prepare
+from raysim.system.rehearsal import rehearsal
+from raysim.training.trainers import lane, lane_trainer
+from raysim.training.trainers.host_graphs import HostGraphs
+from raysim.training.trainers.lane_trainer import LaneTrainer
+
+NET = program("lanes_net")
+RULES = program("lanes_rules")
+
+Runs = Callable[..., list[np.ndarray]]
+
+
+def config(algorithm: Any, net: str, norm: bool = True, **more: Any) -> dict[str, Any]:
+    return {
+        "algorithm": small(algorithm) if isinstance(algorithm, str) else algorithm,
+        "model": {"name": f"{net}:net", "norm": norm}, "rounds": 4,
+        "local": {"steps": 3, "batch_size": 6, "lr": 0.05}, "batching": {"mode": "lanes", "size": 5},
+        "schedule": {"name": "sync", "cohort": 8}, "checkpoint": {"every": 0}, **more,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def trained(engine, source) -> Runs:
+    """trained(algorithm, batching, **sections) -> the parameters after each round."""
+
+    def run(algorithm: Any, batching: dict[str, Any] | None = None, **more: Any) -> Any:
+        given = config(algorithm, source("net", NET), **more)
+        return engine({**given, "batching": {**given["batching"], **(batching or {})}})[0]
+
+    return run
+
+
+def xs(run: Any) -> list[bytes]:
+    return [x.tobytes() for x in run.executor.xs]
+
+
+def trainer_of(run: Any) -> LaneTrainer:
+    (trainer,) = run.executor.trainer.trainers
+    assert isinstance(trainer, LaneTrainer)
+    return trainer
+
+
+def kinds(run: Any) -> int:
+    """How many kinds of steps the first lane keeps captured."""
+    layouts = trainer_of(run).lanes[0].layouts.values()
+    return sum(step.replay is not None for memory in layouts for step in memory.steps.values())
+
+
+@pytest.mark.parametrize("algorithm", [*algorithm_of_each_client_rule(), "dpsgd"])
+def test_every_method_has_the_bits_of_loop_on_ragged_clients(algorithm, trained):
+    """GradMA's projection has another formula on GPUs, of which the last digits may differ."""
+    norm = algorithm != "dpsgd"
+    looped = trained(algorithm, {"mode": "loop"}, norm=norm)
+    lanes = trained(algorithm, norm=norm)
+    assert trainer_of(lanes).has_captured and not trainer_of(lanes).refusals
+    if algorithm.startswith("gradma"):
+        for a, b in zip(looped.executor.xs, lanes.executor.xs, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+    else:
+        assert xs(lanes) == xs(looped)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "gradma", "fedreg", "scaffold", "moon"])
+def test_neither_lanes_nor_other_clients_change_a_bit(algorithm, trained):
+    """Blocks do change the last bits of a sum, so they are the same here."""
+    several = xs(trained(algorithm))
+    assert several == xs(trained(algorithm, {"lanes": 1})) == xs(trained(algorithm, {"lanes": 4}))
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedreg", "scaffold", "moon", "feddyn"])
+@pytest.mark.parametrize(
+    "lr", [[[0, 0.1], [2, 0.01]], {"name": "cosine", "base_lr": 0.05, "T_max": 9}]
+)
+def test_captured_steps_have_the_bits_of_others(algorithm, lr, trained):
+    local = {"steps": 3, "batch_size": 6, "lr": lr}
+    captured = trained(algorithm, local=local)
+    assert xs(captured) == xs(trained(algorithm, {"capture": False}, local=local))
+    looped = trained(algorithm, {"mode": "loop"}, local=local)
+    for a, b in zip(looped.executor.xs, captured.executor.xs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_step_sizes_of_rounds_are_no_kinds_of_their_own(trained):
+    equal = {"name": "iid", "clients": 20}
+    local = {"steps": 3, "batch_size": 6, "lr": {"name": "cosine", "base_lr": 0.1, "T_max": 9}}
+    assert kinds(trained("fedprox", partition=equal, local=local)) == 1
+
+
+@pytest.mark.parametrize("qp_scope", ["whole", "per_tensor"])
+def test_gradma_where_its_last_gradient_binds(qp_scope, trained):
+    more = {"local": {"steps": 5, "batch_size": 6, "lr": 0.5}, "rounds": 6, "dtype": "float64"}
+    client = {"name": "gradma", "qp_scope": qp_scope}
+    runs = [
+        trained("gradma_w", {"mode": mode}, client=client, **more) for mode in ("loop", "lanes")
+    ]
+    for a, b in zip(*(run.executor.xs for run in runs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("algorithm", ["fedreg", "scaffold"])
+def test_clients_that_began_at_different_times(algorithm, trained):
+    schedule = {
+        "name": "kasync", "k": 3, "concurrency": 8, "client_speeds": {"name": "lognormal", "sigma": 1.0},
+    }  # fmt: skip
+    more = {"schedule": schedule, "rounds": 8}
+    assert xs(trained(algorithm, **more)) == xs(trained(algorithm, {"mode": "loop"}, **more))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": {"name": "adam", "state": "keep"}, "accumulate": 2},
+        {"optimizer": {"name": "sgd", "momentum": 0.9}, "max_grad_norm": 0.5, "weight_decay": 0.01},
+        {"accumulate": 3, "epochs": 2, "steps": None},
+        {"personal": ["2.*"]},
+        {"upload": [{"name": "topk", "share": 0.2}]},
+        {"batch_size": "full", "steps": 2},
+        {"buffers": "frozen"},
+        {"lr": {"name": "cosine", "base_lr": 0.05, "T_max": 3, "over": "steps"}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_settings_of_local_training(changes, trained):
+    local = {"steps": 3, "batch_size": 6, "lr": 0.05, **changes}
+    runs = [trained("fedprox", {"mode": mode}, local=local) for mode in ("loop", "lanes")]
+    assert trainer_of(runs[1]).has_captured
+    if "lr" in changes:  # a number in mode loop, and a tensor on lanes
+        for a, b in zip(*(run.executor.xs for run in runs), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    else:
+        assert xs(runs[0]) == xs(runs[1])
+
+
+@pytest.mark.parametrize("limit", ["MAX_KINDS", "MAX_LAYOUTS"])
+def test_kinds_that_are_not_kept_are_captured_anew(limit, trained, monkeypatch):
+    expected = xs(trained("scaffold"))
+    monkeypatch.setattr(lane, limit, 1)
+    assert xs(trained("scaffold")) == expected
+
+
+@pytest.mark.parametrize("rule", ["Branches", "Swaps", "Views"])
+def test_rules_that_branch_and_rules_whose_tensors_are_each_others(rule, trained, source):
+    given = {"server": "fedavg", "client": f"{source('rules', RULES)}:{rule}"}
+    runs = [trained(None, {"mode": mode}, **given) for mode in ("loop", "lanes")]
+    assert xs(runs[0]) == xs(runs[1])
+    refusals = trainer_of(runs[1]).refusals
+    if rule == "Branches":
+        assert "g.norm() > 1" in refusals[0] and trainer_of(runs[1]).uncaptured_steps > 20
+    else:
+        assert not refusals and trainer_of(runs[1]).has_captured
+
+
+def test_steps_that_are_not_captured_are_a_metric(engine, source):
+    rules = source("rules", RULES)
+    for rule, is_counted in (("Branches", True), ("Swaps", False)):
+        given = config(None, source("net", NET), client=f"{rules}:{rule}", server="fedavg")
+        _, records = engine(given)
+        assert (records[-1].get("system/uncaptured_steps", 0) == 8 * 3) == is_counted
+
+
+def test_out_of_memory_trains_the_block_again_on_half_the_lanes(trained, monkeypatch, caplog):
+    expected = xs(trained("scaffold"))
+    steps_of, failures = lane.Lane.steps_of, []
+
+    def full(self: lane.Lane, client: Any) -> Any:
+        lanes = [made for made in made_trainers[-1].lanes if made is self]
+        if made_trainers[-1].lanes.index(lanes[0]) == 2:
+            failures.append(client.task.client)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return steps_of(self, client)
+
+    made_trainers: list[LaneTrainer] = []
+    init = LaneTrainer.__init__
+
+    def noted(self: LaneTrainer, *args: Any) -> None:
+        init(self, *args)
+        made_trainers.append(self)
+
+    monkeypatch.setattr(LaneTrainer, "__init__", noted)
+    monkeypatch.setattr(lane.Lane, "steps_of", full)
+    assert xs(trained("scaffold", {"lanes": 4})) == expected
+    assert len(failures) == 1 and "out of memory: block 0 trains again, on lanes=1" in caplog.text
+
+
+def test_a_client_that_does_not_fit_on_one_lane_is_its_failure(trained, monkeypatch):
+    def full(self: lane.Lane, client: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(lane.Lane, "steps_of", full)
+    with pytest.raises(Exception, match=r"client .* failed in round 1: .*out of memory"):
+        trained("fedavg")
+
+
+@pytest.mark.parametrize(("room", "lanes"), [(0, 1), (5, 1), (41, 3), (10**6, 16)])
+def test_lanes_follow_from_the_memory(room, lanes, monkeypatch, trained):
+    monkeypatch.setattr(HostGraphs, "watch_memory", lambda self: lambda: 10)
+    monkeypatch.setattr(HostGraphs, "free_bytes", lambda self, share: room)
+    run = trained("fedavg", {"size": 20}, schedule={"name": "sync", "cohort": 20},
+                  partition={"name": "iid", "clients": 20})  # fmt: skip
+    assert len(trainer_of(run).lanes) == lanes
+
+
+def test_auto_is_lanes_on_a_gpu_and_loop_on_a_cpu(monkeypatch):
+    given = {"resources": {"executor": "inline"}}
+    assert prepare("quickstart", given).mode == "loop"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    given["resources"]["gpus"] = 1
+    assert prepare("quickstart", given).mode == "lanes"
+
+
+def test_lanes_of_a_cpu_are_a_loop(monkeypatch):
+    assert lane_trainer.graphs_of(torch.device("cpu")) is not None, "tests rehearse"
+    monkeypatch.setattr("raysim.system.rehearsal._rehearses", False)
+    assert lane_trainer.graphs_of(torch.device("cpu")) is None
+    with rehearsal():
+        assert lane_trainer.graphs_of(torch.device("cpu")) is not None
+
+
+def test_how_many_lanes_and_captures_are_no_part_of_what_a_run_is():
+    changes = [{}, {"batching.lanes": 3}, {"batching.capture": False}]
+    assert len({prepare("quickstart", change).config.fingerprint for change in changes}) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("algorithm", ["fedavg", "gradma", "fedreg", "scaffold", "moon"])
+def test_a_gpu_gives_the_same_bits_captured_or_not_on_any_number_of_lanes(algorithm, trained):
+    more = {"resources": {"executor": "inline", "gpus": 1.0, "threads": 1}}
+    more["local"] = {"steps": 5, "batch_size": 6, "lr": 0.5}
+    runs = [
+        trained(algorithm, batching, **more)
+        for batching in ({}, {"lanes": 1}, {"capture": False}, {"lanes": 2, "capture": False})
+    ]
+    assert len({tuple(xs(run)) for run in runs}) == 1
+    assert trainer_of(runs[0]).has_captured
