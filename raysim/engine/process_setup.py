@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -69,6 +70,9 @@ def configure_process(resources: Resources, on_gpu: bool) -> Callable[[], None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(resources.threads)
     restored: list[Callable[[], None]] = [partial(torch.set_num_threads, threads)]
+    if on_gpu:
+        # With fewer queues than streams, lanes wait for each other. CUDA reads it when it starts.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if on_gpu and resources.deterministic:
         restored.append(use_deterministic_kernels())
 
