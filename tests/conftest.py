@@ -35,9 +35,9 @@ from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.prepare.resolve import prepare
 from raysim.runs import git
-from raysim.system.rehearsal import rehearsal
 from raysim.tracking import mlflow_client
 from raysim.tracking import spool_sender as tracking
+from raysim.training.trainers.host_graphs import rehearsal
 
 torch.set_num_threads(1)
 leave_out_syncs()

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from raysim.data.dataset import Dataset, broadcastable
-from raysim.system.device_copies import on_device
 
 NUMBERS_PER_AUGMENTATION = 3
 """Uniform numbers that augmentation uses for each sample: for row, column and mirroring."""
@@ -162,3 +161,19 @@ def shared_tensor(array: np.ndarray) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
+
+
+def on_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an array as a tensor on a device.
+
+    On a GPU the copy goes through pinned memory, and takes place when the stream comes to it.
+
+    Args:
+        array: the array; on a CPU the tensor shares its memory, unless the type changes.
+        device: the device.
+        dtype: the type; None: that of the array.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, dtype, non_blocking=device.type == "cuda")

@@ -19,8 +19,8 @@ from raysim.errors import ConfigError
 from raysim.runs.result import RunResult
 from raysim.runs.resume import reopen
 from raysim.runs.run import execute, run
-from raysim.system.rehearsal import rehearsal
 from raysim.tracking.recorder import Untracked
+from raysim.training.trainers.host_graphs import rehearsal
 
 CLIENT_SIZES = (20, 1, 9, 0, 14, 2, 7, 17)
 """Examples of each client: with batches of 6 there are partial batches, one example, and none."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from raysim.config.schema import Config
+from raysim.data.examples import on_device
 from raysim.models.build import make_net
 from raysim.models.flat import Model
 from raysim.randomness import generator
@@ -25,7 +26,6 @@ from raysim.rules.errors.returned_values import (
 )
 from raysim.rules.errors.user_code import breach
 from raysim.rules.task import LocalData
-from raysim.system.device_copies import on_device
 from raysim.training.batches.client_batches import ClientBatches
 from raysim.training.groups import WorkerParts
 from raysim.training.messages import Broadcast, ClientTask

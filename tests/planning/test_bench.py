@@ -89,7 +89,8 @@ def test_the_fastest_is_named(monkeypatch):
         (6, 4),
         (7, 3),
     ]
-    assert found.best.settings == {"batching.mode": "lanes", "batching.size": 4}
+    lanes = {"batching.mode": "lanes", "batching.size": 4}
+    assert found.best.settings == {"resources.gpus": 0.0, **lanes}
     with pytest.raises(ConfigError, match="rnn_of_nobody"):
         bench({**IID_MLP, "model": {"name": "rnn_of_nobody"}}, {"resources.executor": "inline"})
 

@@ -14,9 +14,8 @@ from support.batteries import algorithm_of_each_client_rule, small
 from support.programs import program
 
 from raysim.prepare.resolve import prepare
-from raysim.system.rehearsal import rehearsal
 from raysim.training.trainers import lane, lane_trainer
-from raysim.training.trainers.host_graphs import HostGraphs
+from raysim.training.trainers.host_graphs import HostGraphs, rehearsal
 from raysim.training.trainers.lane_trainer import LaneTrainer
 
 NET = program("lanes_net")
@@ -225,7 +224,7 @@ def test_auto_is_lanes_on_a_gpu_and_loop_on_a_cpu(monkeypatch):
 
 def test_lanes_of_a_cpu_are_a_loop(monkeypatch):
     assert lane_trainer.graphs_of(torch.device("cpu")) is not None, "tests rehearse"
-    monkeypatch.setattr("raysim.system.rehearsal._rehearses", False)
+    monkeypatch.setattr("raysim.training.trainers.host_graphs._rehearses", False)
     assert lane_trainer.graphs_of(torch.device("cpu")) is None
     with rehearsal():
         assert lane_trainer.graphs_of(torch.device("cpu")) is not None

@@ -42,11 +42,11 @@ from raysim.rules.methods.registry import is_shipped
 from raysim.rules.uploads import declared
 from raysim.server.first_broadcast import first_broadcast, shapes_of_first_broadcast
 from raysim.system.processes import limited
-from raysim.system.rehearsal import rehearsal
 from raysim.training.batches.batch_order import batch_slice, batches_per_pass
 from raysim.training.client_evaluator import own_model
 from raysim.training.groups import ClientGroup, WorkerParts
 from raysim.training.messages import Block, Broadcast, ClientTask
+from raysim.training.trainers.host_graphs import rehearsal
 from raysim.training.trainers.lane_trainer import LaneTrainer
 from raysim.training.trainers.loop_trainer import LoopTrainer
 from raysim.training.trainers.trainer import Trainer

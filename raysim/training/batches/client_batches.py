@@ -17,12 +17,11 @@ from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.data import Examples
-from raysim.data.examples import NUMBERS_PER_AUGMENTATION
+from raysim.data.examples import NUMBERS_PER_AUGMENTATION, on_device
 from raysim.models.flat import Model
 from raysim.numerics.inner_products import ROW_ALIGNMENT
 from raysim.randomness import generator, key_words
 from raysim.rules.batch import Batch
-from raysim.system.device_copies import on_device
 from raysim.training.batches.batch_order import batch_positions, batch_slice, batches_per_pass
 from raysim.training.batches.dropout_numbers import DropoutNumbers, HostNumbers, device_numbers
 from raysim.training.batches.pooled_batch import PooledBatch

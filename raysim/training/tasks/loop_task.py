@@ -116,7 +116,9 @@ class LoopTask(ModelTask):
         # Refused on every device, since a captured step would draw the same numbers each time.
         if self.in_steps:
             return super().rng(stream)
-        return generator(self.settings.seed, f"client rule {stream}", int(self.t), int(self.facts[1]))
+        return generator(
+            self.settings.seed, f"client rule {stream}", int(self.t), int(self.facts[1])
+        )
 
     def descend_in_place(self, w: Tensor, direction: Tensor) -> None:
         """Make the step of `descend` in w itself.

@@ -1,7 +1,8 @@
 """A stand-in for CUDA graphs on a CPU: PyTorch's operations are recorded, and called again.
 
 As in a graph, the operations of a replay are those of the capture, on the same memory. Numbers that
-Python had at the capture are constants of the replay.
+Python had at the capture are constants of the replay. A rehearsal shows without a GPU whether a
+client rule's step can be captured, and whether a replay gives what the step itself gives.
 """
 
 from __future__ import annotations
@@ -25,6 +26,25 @@ READING_METHODS = ("tolist", "numpy", "__array__")
 """Methods of a tensor that read its values without an operation."""
 
 READS_A_VALUE = "the value of a tensor is read, which has to wait for the GPU"
+
+
+_rehearses = False
+
+
+def rehearses() -> bool:
+    """Return whether trainers that are made now treat the CPU as a GPU."""
+    return _rehearses
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Rehearse a GPU: trainers that are made in this context treat the CPU as one."""
+    global _rehearses
+    before, _rehearses = _rehearses, True
+    try:
+        yield
+    finally:
+        _rehearses = before
 
 
 class HostGraphs:

@@ -25,10 +25,10 @@ from raysim.config.sections.learning_rate import ConstantStepSize
 from raysim.rules.batch import Batch
 from raysim.rules.contract import State
 from raysim.rules.errors.user_code import described
-from raysim.system.rehearsal import rehearses
 from raysim.system.signals import reraise_stop
 from raysim.training.client_start import PreparedClient
 from raysim.training.tasks.loop_task import LoopTask
+from raysim.training.trainers.host_graphs import rehearses
 from raysim.training.trainers.local_steps import LocalSteps, Place
 
 if TYPE_CHECKING:

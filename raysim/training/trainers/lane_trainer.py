@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from raysim.system.rehearsal import rehearses
 from raysim.training.batches.client_batches import PrefetchedBatches
 from raysim.training.client_start import PreparedClient
 from raysim.training.groups import ClientGroup, WorkerParts
 from raysim.training.messages import Block, Broadcast, ClientTask
 from raysim.training.tasks.loop_task import LoopTask
 from raysim.training.trainers.cuda_graphs import CudaGraphs, Graphs
-from raysim.training.trainers.host_graphs import HostGraphs
+from raysim.training.trainers.host_graphs import HostGraphs, rehearses
 from raysim.training.trainers.lane import CaptureError, Captures, Lane
 from raysim.training.trainers.local_steps import LocalSteps
 from raysim.training.trainers.loop_trainer import LoopTrainer
