@@ -6,6 +6,7 @@ sets first, and keeps the least violated one.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import product
 from math import isfinite, sqrt
 from typing import Any
@@ -31,18 +32,17 @@ COLUMN_PAIRS = ((0, 1), (0, 2), (1, 2))
 """Pairs of the three columns."""
 
 
-_formulas_for_gpus = False
+_formulas_for_gpus = ContextVar("formulas for GPUs", default=False)
 
 
 @contextmanager
 def formulas_for_gpus() -> Iterator[None]:
     """Solve single problems on a CPU by the formulas for GPUs, which read no value of a tensor."""
-    global _formulas_for_gpus
-    before, _formulas_for_gpus = _formulas_for_gpus, True
+    token = _formulas_for_gpus.set(True)
     try:
         yield
     finally:
-        _formulas_for_gpus = before
+        _formulas_for_gpus.reset(token)
 
 
 def project3(
@@ -90,7 +90,7 @@ class _Project3(torch.autograd.Function):
     def forward(
         p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], small: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if p.device.type != "cpu" or _formulas_for_gpus:
+        if p.device.type != "cpu" or _formulas_for_gpus.get():
             projected, active, moved = _many(p[None], a[None], b[None], c[None], parts, small)
             return projected[0], active[0], moved[0]
         return _one(p, a, b, c, parts, small)

@@ -5,6 +5,7 @@ PyTorch's operations are recorded, and called again on the same memory, as a gra
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from support.programs import program
 
 from raysim.prepare.resolve import prepare
 from raysim.training.trainers import lane, lane_trainer
-from raysim.training.trainers.host_graphs import HostGraphs, rehearsal
+from raysim.training.trainers.host_graphs import HostGraphs, rehearsal, rehearses
 from raysim.training.trainers.lane_trainer import LaneTrainer
 
 NET = program("lanes_net")
@@ -224,10 +225,17 @@ def test_auto_is_lanes_on_a_gpu_and_loop_on_a_cpu(monkeypatch):
 
 def test_lanes_of_a_cpu_are_a_loop(monkeypatch):
     assert lane_trainer.graphs_of(torch.device("cpu")) is not None, "tests rehearse"
-    monkeypatch.setattr("raysim.training.trainers.host_graphs._rehearses", False)
+    monkeypatch.setattr("raysim.training.trainers.lane_trainer.rehearses", lambda: False)
     assert lane_trainer.graphs_of(torch.device("cpu")) is None
-    with rehearsal():
-        assert lane_trainer.graphs_of(torch.device("cpu")) is not None
+
+
+def test_a_rehearsal_is_of_one_thread():
+    """A dry run that takes too long goes on in its thread, beside the run."""
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(rehearses).result() and rehearses()
+        with rehearsal():
+            assert not pool.submit(rehearses).result()
+        assert rehearses(), "it ends with what was before"
 
 
 def test_how_many_lanes_and_captures_are_no_part_of_what_a_run_is():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -28,23 +29,22 @@ READING_METHODS = ("tolist", "numpy", "__array__")
 READS_A_VALUE = "the value of a tensor is read, which has to wait for the GPU"
 
 
-_rehearses = False
+_rehearses = ContextVar("rehearses", default=False)
 
 
 def rehearses() -> bool:
-    """Return whether trainers that are made now treat the CPU as a GPU."""
-    return _rehearses
+    """Return whether trainers that this thread makes now treat the CPU as a GPU."""
+    return _rehearses.get()
 
 
 @contextmanager
 def rehearsal() -> Iterator[None]:
     """Rehearse a GPU: trainers that are made in this context treat the CPU as one."""
-    global _rehearses
-    before, _rehearses = _rehearses, True
+    token = _rehearses.set(True)
     try:
         yield
     finally:
-        _rehearses = before
+        _rehearses.reset(token)
 
 
 class HostGraphs:
