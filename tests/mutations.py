@@ -157,7 +157,7 @@ MUTATIONS = (
         "raysim/training/trainers/lane.py",
         "if known is not None and known[0] is value and known[1] == value._version:",
         "if known is not None:",
-        ("tests/training/test_optimizers.py",),
+        ("tests/training/test_lanes.py",),
     ),
     Mutation(
         "lanes: a captured step finds the net where it was at the capture",
