@@ -20,7 +20,7 @@ from raysim.training.trainers.host_graphs import HostGraphs, rehearsal, rehearse
 from raysim.training.trainers.lane_trainer import LaneTrainer
 
 NET = program("lanes_net")
-RULES = program("lanes_rules")
+RULES = program("rule_dry_run_rules") + program("lanes_rules")
 
 Runs = Callable[..., list[np.ndarray]]
 
@@ -191,9 +191,14 @@ def test_out_of_memory_trains_the_block_again_on_half_the_lanes(trained, monkeyp
         init(self, *args)
         made_trainers.append(self)
 
+    waited: list[int] = []
+    monkeypatch.setattr(
+        HostGraphs, "wait", lambda self: waited.append(len(made_trainers[-1].lanes))
+    )
     monkeypatch.setattr(LaneTrainer, "__init__", noted)
     monkeypatch.setattr(lane.Lane, "steps_of", full)
     assert xs(trained("scaffold", {"lanes": 4})) == expected
+    assert waited == [3], "before the first lane's nets are used again"
     assert len(failures) == 1 and "out of memory: block 0 trains again, on lanes=1" in caplog.text
 
 

@@ -16,7 +16,7 @@ import torch
 
 
 class Graphs(Protocol):
-    """What lanes need of a device; `CudaGraphs` is that of a GPU."""
+    """Streams and graphs of a device, as lanes use them. `CudaGraphs` implements them for a GPU."""
 
     def stream(self) -> Any:
         """Return a new stream."""
@@ -44,6 +44,10 @@ class Graphs(Protocol):
         Args:
             stream: the stream to wait for.
         """
+        ...
+
+    def wait(self) -> None:
+        """Wait until the device has done all that it was given, on all streams."""
         ...
 
     def asking(self) -> AbstractContextManager[None]:
@@ -99,6 +103,10 @@ class CudaGraphs:
         """Let the current stream wait for another one. See `Graphs.join`."""
         torch.cuda.current_stream().wait_stream(stream)
 
+    def wait(self) -> None:
+        """Wait for all streams. See `Graphs.wait`."""
+        torch.cuda.synchronize()
+
     @contextmanager
     def asking(self) -> Iterator[None]:
         """Let whatever waits for the GPU raise RuntimeError. See `Graphs.asking`."""
@@ -114,15 +122,17 @@ class CudaGraphs:
     ) -> tuple[Any, Callable[[], None]]:
         """Capture a function as a CUDA graph. See `Graphs.capture`."""
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
+        self.wait()
         # Old graphs, streams or pinned memory that are freed during a capture would end it.
         gc.collect()
+        was_enabled = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=stream):
                 output = run()
         finally:
-            gc.enable()
+            if was_enabled:
+                gc.enable()
         return output, graph.replay
 
     def watch_memory(self) -> Callable[[], int]:

@@ -63,6 +63,9 @@ class HostGraphs:
     def join(self, stream: None) -> None:
         """Do nothing: everything runs in turn."""
 
+    def wait(self) -> None:
+        """Do nothing: everything runs in turn."""
+
     @contextmanager
     def asking(self) -> Iterator[None]:
         """Let whatever reads a tensor's values raise RuntimeError. See `Graphs.asking`."""

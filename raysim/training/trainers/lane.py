@@ -51,7 +51,7 @@ class CaptureError(RuntimeError):
 
 
 class Captures:
-    """What all lanes of a trainer share: how to capture, and which steps cannot be captured.
+    """State that all lanes of a trainer share: the graphs of the device, and the steps without one.
 
     Args:
         graphs: streams and graphs of the device.
@@ -88,7 +88,7 @@ class Lane:
     Args:
         config: the configuration of the group.
         task: the nets of this lane; no other lane may use them.
-        captures: what all lanes share.
+        captures: state that all lanes share.
     """
 
     def __init__(self, config: Config, task: LoopTask, captures: Captures):
@@ -100,7 +100,7 @@ class Lane:
 
     @property
     def has_captured(self) -> bool:
-        """Whether any step is captured."""
+        """Whether at least one local step has a graph."""
         steps = [step for memory in self.layouts.values() for step in memory.steps.values()]
         return any(step.replay is not None for step in steps)
 

@@ -72,7 +72,7 @@ class LaneTrainer(LoopTrainer):
 
     @property
     def has_captured(self) -> bool:
-        """Whether any step is captured."""
+        """Whether at least one local step has a graph."""
         return any(lane.has_captured for lane in self.lanes)
 
     def train_block(self, broadcasts: Mapping[int, Broadcast], block: Block) -> list[ClientUpdate]:
@@ -96,14 +96,13 @@ class LaneTrainer(LoopTrainer):
             self._start_over()
 
     def _start_over(self) -> None:
-        """Take new streams and new memory for captures."""
-        self.lanes.clear()
-        assert self.captures is not None
+        """Take new streams, and new memory for graphs, after the failed attempt has ended."""
         graphs = graphs_of(self.model.device)
-        assert graphs is not None
+        assert self.captures is not None and graphs is not None
+        # Its kernels may still write to the nets of the first lane, which are used again.
+        self.captures.graphs.wait()
+        self.lanes.clear()
         self.captures.graphs = graphs
-        if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _train_on_lanes(
         self, captures: Captures, broadcasts: Mapping[int, Broadcast], block: Block

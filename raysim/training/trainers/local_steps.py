@@ -24,7 +24,7 @@ class Place(NamedTuple):
     number: int
     """Number of mini-batches of the step so far, with this one."""
     last: bool
-    """Whether this one completes the step."""
+    """Whether the optimizer makes its step after this mini-batch."""
 
     @classmethod
     def of(cls, i: int, of_step: int, batches: int) -> Place:

@@ -6,13 +6,6 @@ from raysim.rules import ClientRule
 
 
 @dataclass(frozen=True)
-class Branches(ClientRule):
-    def direction(self, shared, state, batch, task):
-        g = task.grad(state["w"], batch)
-        return g / 2 if g.norm() > 1 else g
-
-
-@dataclass(frozen=True)
 class Swaps(ClientRule):
     """The vector of one step goes on under another name, as GradMA's last one."""
 
