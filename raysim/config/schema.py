@@ -142,15 +142,6 @@ class Config(Section):
         return chains
 
     @property
-    def steps_are_alike(self) -> bool:
-        """Whether all clients make equally many steps on batches of one size, given enough data."""
-        settings = [
-            self.local,
-            *(group.local.changed(self.local) for group in self.groups.values()),
-        ]
-        return all(local.steps is not None and local.batch_size != "full" for local in settings)
-
-    @property
     def takes_bare_gradients(self) -> bool:
         """Whether a step is plain SGD along the gradient of one mini-batch.
 

@@ -47,9 +47,9 @@ class Comparison:
     difference: float
     """Largest difference between the parameters of lanes and loop, as a part of the largest one."""
     captures_equal: bool
-    """Whether captured steps gave the same bits as those that were not."""
+    """Whether lanes gave the same bits with CUDA graphs as without."""
     captured: bool
-    """Whether any step was captured."""
+    """Whether at least one local step ran as a CUDA graph."""
     repeats: bool = True
     """Whether a run with convolutions gave the same bits twice."""
 

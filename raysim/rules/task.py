@@ -104,7 +104,7 @@ class Task(SuggestsAttributes, ABC):
     @property
     @abstractmethod
     def client(self) -> int | Tensor:
-        """Number of the client, from 0; a tensor inside a step on a GPU."""
+        """Number of the client, from 0; a tensor inside a step on lanes of a GPU."""
 
     @property
     @abstractmethod
@@ -114,14 +114,14 @@ class Task(SuggestsAttributes, ABC):
     @property
     @abstractmethod
     def steps(self) -> int | Tensor:
-        """Local steps of this client in this round; a tensor inside a step on a GPU."""
+        """Local steps of this client in this round; a tensor inside a step on lanes of a GPU."""
 
     @property
     @abstractmethod
     def lr(self) -> float | Tensor:
         """Step size of the local step; in `init` and `finish` the mean over the round's steps.
 
-        It is a tensor inside a step on a GPU if the step sizes of a run differ.
+        It is a tensor inside a step on lanes of a GPU if the step sizes of a run differ.
         """
 
     @property
@@ -129,7 +129,7 @@ class Task(SuggestsAttributes, ABC):
     def t(self) -> int | Tensor:
         """The round in which the client started.
 
-        It is a tensor inside a step on a GPU.
+        It is a tensor inside a step on lanes of a GPU.
         """
 
     @property

@@ -99,4 +99,5 @@ class Batching(Section):
     lanes: Annotated[int | None, Field(ge=1), Identity.NEVER] = None
     """Lanes of an actor on a GPU; null: as many as its memory has room for, at most 16."""
     capture: Annotated[bool, Identity.NEVER] = True
-    """Whether lanes capture steps; without, a rule can be debugged on a GPU. The bits are equal."""
+    """Whether lanes capture local steps as CUDA graphs. `false` helps to debug a rule on a GPU; it
+    does not change the result."""

@@ -1,4 +1,4 @@
-"""Nets in which the examples of a batch meet, so that padding and pooling would change them."""
+"""Nets in which the examples of a batch meet, so that pooling would change them."""
 
 from __future__ import annotations
 
