@@ -330,7 +330,14 @@ def test_shipped_nets_have_features_and_stages_but_a_single_layer_has_learnt_non
     for name, make in zoo.NETS.items():
         if name in ("lstm", "transformer"):
             continue  # nets for tokens, see tests/engine/test_tasks.py
-        if name in ("mnist_cnn", "fixup_resnet9", "ct_cnn", "densenet121_gn", "vit_b_32"):
+        if name in (
+            "cnn_dropout",
+            "mnist_cnn",
+            "fixup_resnet9",
+            "ct_cnn",
+            "densenet121_gn",
+            "vit_b_32",
+        ):
             continue  # large nets, see tests/models/test_nets_xu.py
         shape, classes = ((1, 1, 8), 2) if name == "quadratic" else ((3, 32, 32), 10)
         model = Model(make(shape, classes), shape, classes)
