@@ -229,8 +229,8 @@ def _why_other_steps(c: Config) -> str | None:
     local = c.local
     if local.max_grad_norm or local.weight_decay or c.privacy:
         return "local.max_grad_norm, local.weight_decay or privacy changes the gradients of steps"
-    if local.optimizer != PLAIN_SGD or local.accumulate > 1 or local.autocast:
-        return "local.optimizer, local.accumulate or local.autocast changes the local steps"
+    if local.optimizer != PLAIN_SGD or local.accumulate > 1 or local.precision != "float32":
+        return "local.optimizer, local.accumulate or local.precision changes the local steps"
     return None
 
 

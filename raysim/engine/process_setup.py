@@ -19,6 +19,7 @@ from raysim.data import Clients, Examples, VirtualClients
 from raysim.data.partition.clients import ExampleLists
 from raysim.engine import learning, probes
 from raysim.engine.plan import Plan
+from raysim.models.precision import allow_tf32
 from raysim.numerics import use_threads
 from raysim.numerics.inner_products import MAX_DEFAULT_THREADS
 from raysim.randomness import generator
@@ -65,7 +66,7 @@ def configure_process(resources: Resources, on_gpu: bool) -> Callable[[], None]:
         on_gpu: whether this process computes on a GPU.
 
     Returns:
-        A function that restores torch's threads and kernels, for a process that goes on.
+        A function that restores torch's threads, kernels and TF32, for a process that goes on.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(resources.threads)
@@ -76,12 +77,13 @@ def configure_process(resources: Resources, on_gpu: bool) -> Callable[[], None]:
     if on_gpu and resources.deterministic:
         restored.append(use_deterministic_kernels())
 
+    # Cosines near 0 decide the QPs, so TF32 is too coarse; `local.precision` is of passes alone.
+    restored.append(allow_tf32(False))
+
     def restore() -> None:
         for setting in restored:
             setting()
 
-    # Cosines near 0 decide the QPs, so TF32 is too coarse.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
         libc = ctypes.CDLL("libc.so.6")
         m_trim_threshold, m_mmap_threshold = -1, -3
@@ -129,7 +131,7 @@ def make_trainer(plan: Plan, device: str) -> GroupTrainer:
         plan.collusion is not None,
     )
     trainers = [
-        kind(group, replace(parts, model=model.with_autocast(_autocast(group.config.local))))
+        kind(group, replace(parts, model=model.with_precision(group.config.local.precision)))
         for group in (ClientGroup("", plan.client, plan.config, plan.stages), *plan.groups)
     ]
     trainer = GroupTrainer(trainers, plan.members)
@@ -165,11 +167,6 @@ def _kept_examples(
     return of_client
 
 
-def _autocast(local: Local) -> torch.dtype | None:
-    """Return the type in which the net's passes compute; None: that of the parameters."""
-    return getattr(torch, local.autocast or "", None)
-
-
 def make_loss_evaluator(plan: Plan, trainer: GroupTrainer) -> ClientEvaluator:
     """Return the evaluator of the losses of candidates (`ServerRule.candidates`).
 
@@ -202,7 +199,7 @@ def make_client_evaluator(
         tuned = Clients(training.indices, training.offsets)
         config = _fine_tuning(plan.config, asked.fine_tune)
         kind = LaneTrainer if plan.mode == "lanes" else LoopTrainer
-        model = first.model.with_autocast(None)
+        model = first.model.with_precision("float32")
         personal = PersonalParts()
         if any(uses_own_models(t.config, t.rule, t.server) for t in trainer.trainers):
             # Each client brings its whole model.

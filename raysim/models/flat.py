@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from raysim.config.sections.local import Precision
 from raysim.errors import ConfigError, in_a_line
 from raysim.models.batchnorm_statistics import (
     BoundStatistics,
@@ -31,6 +33,7 @@ from raysim.models.keyed_layers import (
     set_keyed_forwards,
 )
 from raysim.models.parts import classifier_of, parameters_in_part
+from raysim.models.precision import tf32
 from raysim.models.stages import StagedModel
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
@@ -99,8 +102,8 @@ class Model:
         """L, the number of stages before the classifier; 0 for a net without stages."""
         self.dropouts_before = root.dropouts_before
         """The number of dropouts before each stage."""
-        self.autocast: torch.dtype | None = None
-        """Type in which passes compute by torch.autocast; None: that of the parameters."""
+        self.precision: Precision = "float32"
+        """Precision in which passes compute."""
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.names = list(parameters)
         self.shapes = [tuple(p.shape) for p in parameters.values()]
@@ -385,20 +388,25 @@ class Model:
         parts = [torch.full((n,), c) for c, n in zip(chosen, self.segments, strict=True)]
         return torch.cat(parts).to(self.device)
 
-    def with_autocast(self, dtype: torch.dtype | None) -> Model:
-        """Return this model with passes that compute in a type by torch.autocast.
+    def with_precision(self, precision: Precision) -> Model:
+        """Return this model with passes that compute in another precision.
 
         Args:
-            dtype: the type; None: that of the parameters.
+            precision: the precision.
         """
         model = copy.copy(self)
-        model.autocast = dtype
+        model.precision = precision
         return model
+
+    def passes(self) -> AbstractContextManager[None]:
+        """Return a context for a forward and backward pass in this model's precision."""
+        # Backward of a pass under autocast has its types; that of TF32 is told here again.
+        return tf32() if self.precision == "tf32" else nullcontext()
 
     def in_precision(
         self, run: Callable[[], Tensor], frame: ForwardContext, levels: list[Tensor] | None
     ) -> Tensor:
-        """Return the output of a forward pass that computes in the type `autocast`, if any.
+        """Return the output of a forward pass that computes in this model's precision.
 
         The output, the levels and the features have the type of the parameters, so that losses
         compute in it.
@@ -408,10 +416,11 @@ class Model:
             frame: the context of the pass; its features are converted too.
             levels: the list to which the pass appends outputs, empty before; None for none.
         """
-        if self.autocast is None:
-            return run()
+        if self.precision != "bf16":
+            with self.passes():
+                return run()
         # Without the cache, which assumes that a parameter stays what it is.
-        with torch.autocast(self.device.type, self.autocast, cache_enabled=False):
+        with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
             out = run()
         if frame.features is not None:
             frame.features = frame.features.to(self.dtype)

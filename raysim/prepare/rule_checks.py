@@ -248,7 +248,7 @@ def check_local_steps(config: Config, client: ClientRule) -> None:
 
     Raises:
         ConfigError: two settings exclude each other, the rule needs plain SGD or makes its own
-            steps, a step size becomes 0, or autocast has no effect.
+            steps, a step size becomes 0, or local.precision has no effect.
     """
     local = config.local
     if local.conflict is not None:
@@ -267,10 +267,13 @@ def check_local_steps(config: Config, client: ClientRule) -> None:
             "local.lr: is 0 in the last round; raise local.lr.eta_min, give local.lr.T_max at "
             f"least the number of rounds ({config.rounds}), or return a number > 0"
         )
-    if local.autocast and config.dtype == "float64":
+    if local.precision != "float32" and config.dtype == "float64":
         raise ConfigError(
-            "local.autocast: has no effect on float64; leave it out, or use dtype=float32"
+            f"local.precision: {local.precision} has no effect on float64; leave it out, or use "
+            "dtype=float32"
         )
+    if local.precision == "tf32" and not config.resources.gpus:
+        logger.warning("local.precision: only GPUs have TF32; clients on CPUs compute in float32")
 
 
 def _check_plain_sgd(local: Local, client: ClientRule) -> None:

@@ -71,8 +71,8 @@ class ClientEvaluator:
         )
         first = trainer.trainers[0]
         self.training_half = first.client_batches.examples
-        # `local.autocast` is for local training; evaluation computes in the type of the parameters.
-        self.net = BoundModel(first.model.with_autocast(None))
+        # `local.precision` is for local training.
+        self.net = BoundModel(first.model.with_precision("float32"))
 
     def evaluate_block(
         self, broadcasts: Mapping[int, Broadcast], block: Block

@@ -417,7 +417,7 @@ STEPS = {**COSINE, "over": "steps"}
         ("fedreg_mg", {"optimizer": "adam"}, r"^local\.optimizer: client rule 'fedreg_mg'.*modified"),
         ("fednova", {"accumulate": 2}, r"^local\.accumulate: client rule 'fednova' has a step of its own"),
         ("fedavg", {"lr": COSINE}, r"^local\.lr: is 0 in the last round; raise local\.lr\.eta_min"),
-        ("fedavg", {"autocast": "bfloat16"}, r"^local\.autocast: has no effect on float64"),
+        ("fedavg", {"precision": "bf16"}, r"^local\.precision: bf16 has no effect on float64"),
         ("fedavg", {"optimizer": "adamw", "weight_decay": 0.1}, r"^local: both 'weight_decay'"),
         ("fedavg", {"optimizer": {"weight_decay": 0.1}, "weight_decay": 0.1}, r"^local: both 'weight_decay'.*'sgd'"),
         ("scaffold", {"optimizer": {"weight_decay": 0.1}}, r"^local\.optimizer: .*local\.weight_decay fits"),
@@ -456,10 +456,10 @@ def test_scaffold_with_full_gradients_takes_any_optimizer(planned):
 def test_plain_sgd_is_the_same_however_it_is_written():
     given = {"data": "digits", "rounds": 3, "algorithm": "fedavg"}
     plain = explain.validate({**given, "local": {"lr": 0.1}})
-    assert not {"optimizer", "accumulate", "autocast"} & set(plain.identity()["local"])
+    assert not {"optimizer", "accumulate", "precision"} & set(plain.identity()["local"])
     for local in (
         {"optimizer": "sgd"},
-        {"optimizer": {"momentum": 0}, "accumulate": 1, "autocast": None},
+        {"optimizer": {"momentum": 0}, "accumulate": 1, "precision": "float32"},
     ):
         same = explain.validate({**given, "local": {"lr": 0.1, **local}})
         assert same.fingerprint == plain.fingerprint and same.takes_bare_gradients
@@ -467,7 +467,7 @@ def test_plain_sgd_is_the_same_however_it_is_written():
         {"optimizer": "adam"},
         {"optimizer": {"momentum": 0.1}},
         {"accumulate": 2},
-        {"autocast": "bfloat16"},
+        {"precision": "bf16"},
     ]
     found = {
         explain.validate({**given, "local": {"lr": 0.1, **local}}).fingerprint for local in others
@@ -492,17 +492,17 @@ def test_a_schedule_replaces_another_one_in_an_override():
     assert read_run_config(given, ["local.lr=0.5"])["local"]["lr"] == 0.5
 
 
-# -- autocast
+# -- precision
 
 
 @both_modes
 @pytest.mark.parametrize("norm", [False, True])
-def test_autocast_computes_passes_as_torch_does(mode, norm, planned, source):
+def test_bf16_computes_passes_as_torch_does(mode, norm, planned, source):
     """The module under torch.autocast, its loss and step in float32."""
     model = {"name": source("nets", NETS) + ":Net", "norm": norm, "dropout": 0.0}
     deltas = {}
-    for dtype in (None, "bfloat16"):
-        plan = planned(mode, {"autocast": dtype}, dtype="float32", model=model)
+    for precision in ("float32", "bf16"):
+        plan = planned(mode, {"precision": precision}, dtype="float32", model=model)
         trainer, x = make_trainer(plan, "cpu").trainers[0], plan.initial[0]
         tasks = tasks_of([1] * 5)
         trained = trainer.train_block({0: Broadcast({"x": x}, plan.initial[1])}, Block(0, tasks))
@@ -513,14 +513,14 @@ def test_autocast_computes_passes_as_torch_does(mode, norm, planned, source):
             if norm and len(batch.y) < 6:  # BatchNorm of two amplifies rounding
                 continue
             net = copy.deepcopy(plan.net).train()
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
                 logits = net(batch.x)
             grads = torch.autograd.grad(
                 F.cross_entropy(logits.float(), batch.y), list(net.parameters())
             )
             expected = LR * torch.cat([g.reshape(-1) for g in grads])
             error = (update.report["delta"] - expected).norm() / expected.norm()
-            assert error < (1e-5 if dtype is None else 0.02), (task.client, float(error))
+            assert error < (1e-5 if precision == "float32" else 0.02), (task.client, float(error))
             deltas.setdefault(task.client, []).append(update.report["delta"])
     for full, half in deltas.values():
         assert 1e-5 < float((full - half).norm() / full.norm()) < 0.1

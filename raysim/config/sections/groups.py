@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from raysim.config.identity import Identity
 from raysim.config.sections.base import Named, Positive, Section, default_name, named
 from raysim.config.sections.learning_rate import LearningRate
-from raysim.config.sections.local import Local, UploadStages
+from raysim.config.sections.local import Local, Precision, UploadStages
 from raysim.config.sections.optimizer import AnyOptimizer
 
 
@@ -31,8 +31,8 @@ class GroupLocal(Section):
     """Optimizer of the local steps: `sgd`, `adam` or `adamw`."""
     accumulate: Annotated[int | None, Identity.UNLESS_DEFAULT] = Field(default=None, ge=1)
     """Mini-batches for one step."""
-    autocast: Annotated[Literal["bfloat16"] | None, Identity.UNLESS_DEFAULT] = None
-    """Type in which the net's passes in local training compute."""
+    precision: Annotated[Precision | None, Identity.UNLESS_DEFAULT] = None
+    """Precision of the net's passes in local training."""
     weight_decay: float | None = Field(default=None, ge=0)
     """Factor of each parameter in the direction of a step."""
     max_grad_norm: Positive | None = None

@@ -25,6 +25,9 @@ from raysim.config.sections.learning_rate import (
 )
 from raysim.config.sections.optimizer import PLAIN_SGD, AnyOptimizer
 
+Precision = Literal["float32", "tf32", "bf16"]
+"""Precision of the passes of nets."""
+
 UploadStages = Annotated[
     tuple[Annotated[Named, BeforeValidator(named)], ...], BeforeValidator(as_list)
 ]
@@ -52,9 +55,10 @@ class Local(Section):
     accumulate: Annotated[int, Identity.UNLESS_DEFAULT] = Field(default=1, ge=1)
     """Mini-batches for one step, which follows the mean of their directions. The last step of a
     round takes those that are left."""
-    autocast: Annotated[Literal["bfloat16"] | None, Identity.UNLESS_DEFAULT] = None
-    """Type in which the net's passes in local training compute, by torch.autocast; null: that of
-    the parameters."""
+    precision: Annotated[Precision, Identity.UNLESS_DEFAULT] = "float32"
+    """Precision of the net's passes in local training: `float32`; `tf32`, which a GPU has, for
+    products of float32 whose factors are rounded to 10 bits; or `bf16`, by torch.autocast.
+    Parameters, steps, sums and evaluation keep float32."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Factor of each parameter in the direction of a step, except where its name contains "bias"
     (as in Luo 2023's code)."""

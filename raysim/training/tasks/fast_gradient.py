@@ -138,12 +138,12 @@ def matches_autograd(model: Model) -> bool:
     """Return whether `FastGradient` gives autograd's gradients and statistics, to the bit.
 
     It is False for nets that are not a chain of dense layers, have more than `MAX_PARAMETERS`, or
-    compute under autocast, and for tasks other than classification.
+    compute in another precision than float32, and for tasks other than classification.
 
     Args:
         model: the net.
     """
-    if model.size > MAX_PARAMETERS or model.autocast is not None or not model.is_classifier:
+    if model.size > MAX_PARAMETERS or model.precision != "float32" or not model.is_classifier:
         return False
     bound = BoundModel(model)
     fast = FastGradient(bound)
@@ -211,8 +211,9 @@ def by_autograd(
         The mean loss, and the gradient of each parameter tensor; None where it does not depend on
         the parameter.
     """
-    loss = bound.model.mean_loss(bound.forward(x, mode, buffers, drop), x, y)
-    parts = torch.autograd.grad(loss, bound.parameters, allow_unused=True)
+    with bound.model.passes():
+        loss = bound.model.mean_loss(bound.forward(x, mode, buffers, drop), x, y)
+        parts = torch.autograd.grad(loss, bound.parameters, allow_unused=True)
     bound.frame.features = None
     return loss.detach(), parts
 

@@ -203,8 +203,9 @@ class LoopTask(ModelTask):
         That mean is the learning task's loss in mode "train", else the loss.
         """
         net = self._net(bound, batch, mode, statistics)
-        value = loss(net, batch).mean()
-        gradients = torch.autograd.grad(value, bound.parameters, allow_unused=True)
+        with self.model.passes():
+            value = loss(net, batch).mean()
+            gradients = torch.autograd.grad(value, bound.parameters, allow_unused=True)
         is_plain = self.model.is_own_loss(loss) or mode != "train"
         plain = value if is_plain else task_loss(net, batch).mean()
         return self._flat(gradients), plain
@@ -231,7 +232,8 @@ class LoopTask(ModelTask):
         self._guard("input_grad")
         x = batch.x.detach().requires_grad_()
         net = self.net(w, replace(batch, x=x), "eval", buffers)
-        return torch.autograd.grad(loss(net, batch).sum(), x)[0]
+        with self.model.passes():
+            return torch.autograd.grad(loss(net, batch).sum(), x)[0]
 
     def net(
         self,

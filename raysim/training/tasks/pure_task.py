@@ -46,7 +46,8 @@ class PureTask(ModelTask):
             # torch.func.grad returns tensors only: no statistics are an empty one.
             return value, (moved[0] if moved else value.new_zeros(0), plain.detach())
 
-        gradient, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)
+        with self.model.passes():
+            gradient, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)
         return gradient, moved, value
 
     def input_grad(
@@ -61,7 +62,8 @@ class PureTask(ModelTask):
         def total(x: Tensor) -> Tensor:
             return loss(self.net(w, replace(batch, x=x), "eval", buffers), batch).sum()
 
-        return torch.func.grad(total)(batch.x)
+        with self.model.passes():
+            return torch.func.grad(total)(batch.x)
 
     def net(
         self,

@@ -255,7 +255,8 @@ class ModelTask(Task):
             return values.sum(), plain.detach()
 
         # Each example has a row of parameters, so one backward pass of the sum gives all gradients.
-        return torch.func.grad(total, has_aux=True)(w.expand(len(batch.y), -1))
+        with self.model.passes():
+            return torch.func.grad(total, has_aux=True)(w.expand(len(batch.y), -1))
 
     def fisher(self, w: Tensor, data: LocalData, augment: bool = False) -> Tensor:
         """Compute the diagonal of the empirical Fisher information. See `Task.fisher`."""

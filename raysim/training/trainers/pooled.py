@@ -115,7 +115,8 @@ def gradient(bound: BoundModel, pool: PooledBatch) -> tuple[Tensor, list[float]]
         values = bound.model.learning_task.loss(outputs, Batch(x, y))
         weighted = values @ example_weights[span]
         # Zeros for parameters that the loss does not reach, so that the parts make a vector [P].
-        parts = torch.autograd.grad(weighted, bound.parameters, materialize_grads=True)
+        with bound.model.passes():
+            parts = torch.autograd.grad(weighted, bound.parameters, materialize_grads=True)
         total += torch.cat([part.reshape(-1) for part in parts])
         losses.append(values.detach())
     # It would keep the graph of the last pass in memory.

@@ -1,0 +1,103 @@
+"""`local.precision`: which passes compute in it, and which do not."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import raysim
+
+ON, OFF = (True, True), (False, False)
+OUTSIDE = (False, True)
+"""PyTorch's defaults of matrix products and of cuDNN, which hold where a run is prepared."""
+
+PATH = Path(__file__).parents[1] / "support/programs/tf32_seen.py"
+
+
+@pytest.fixture
+def seen(base, monkeypatch):
+    """seen(precision, **sections): whether TF32 was allowed in the passes of a run of one round."""
+
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", OUTSIDE[0])
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", OUTSIDE[1])
+
+    def run(precision: str, **sections: Any) -> dict[str, set[tuple[bool, bool]]]:
+        config = {
+            **base, "rounds": 1, "algorithm": "fedavg", "model": f"{PATH}:Net",
+            "schedule": {"cohort": 2}, "evaluate": {"every": 1},
+            "local": {"steps": 2, "batch_size": 6, "precision": precision},
+            **sections,
+        }  # fmt: skip
+        raysim.run(config, tracking=False)
+        (module,) = [m for m in sys.modules.values() if getattr(m, "__file__", None) == str(PATH)]
+        found = {where: values - {OUTSIDE} for where, values in module.SEEN.items()}
+        for values in module.SEEN.values():
+            values.clear()
+        return found
+
+    return run
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "loop": {"batching": {"mode": "loop"}},
+    "lanes": {"batching": {"mode": "lanes"}},
+    "pooled": {"batching": {"mode": "pooled"}, "algorithm": "fedsgd"},
+    "single examples": {
+        "privacy": {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5},
+        "batching": {"mode": "loop"},
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tf32_is_allowed_in_both_passes_of_training_and_in_nothing_else(way, seen):
+    sections = dict(WAYS[way])
+    if way == "pooled":
+        sections["local"] = {"steps": 1, "batch_size": "full", "precision": "tf32"}
+    found = seen("tf32", **sections)
+    assert found["backward"] == found["forward"] == {ON}
+    assert found["eval"] == {OFF}
+
+
+@pytest.mark.parametrize("rule", ["Rule", "Inputs"])
+def test_a_rule_itself_computes_in_float32(rule, seen):
+    found = seen("tf32", algorithm=None, client=f"{PATH}:{rule}", server="fedavg")
+    assert found["rule"] == {OFF}
+    assert found["backward"] == found["forward"] == {ON}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_other_precisions_leave_tf32_off(precision, seen):
+    found = seen(precision)
+    assert found["backward"] == found["forward"] == found["eval"] == {OFF}
+
+
+def test_the_process_gets_back_what_it_had(seen):
+    seen("tf32")
+    assert torch.backends.cudnn.allow_tf32
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_a_cpu_says_that_it_has_no_tf32(seen, caplog):
+    with caplog.at_level(logging.WARNING, "raysim"):
+        seen("tf32")
+    assert "local.precision: only GPUs have TF32" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_a_gpu_gives_the_same_bits_again_and_others_than_float32(precision, base):
+    def digest(chosen: str) -> str:
+        config = {
+            **base, "rounds": 2, "algorithm": "fedavg", "model": "lenet", "schedule": {"cohort": 2},
+            "local": {"steps": 2, "batch_size": 6, "precision": chosen},
+            "resources": {"executor": "inline", "gpus": 1},
+        }  # fmt: skip
+        return raysim.run(config, tracking=False).digest
+
+    assert digest(precision) == digest(precision) != digest("float32")
