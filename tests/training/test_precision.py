@@ -20,11 +20,10 @@ PATH = Path(__file__).parents[1] / "support/programs/tf32_seen.py"
 
 
 @pytest.fixture
-def seen(base, monkeypatch):
+def seen(base):
     """seen(precision, **sections): whether TF32 was allowed in the passes of a run of one round."""
 
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", OUTSIDE[0])
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", OUTSIDE[1])
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = OUTSIDE
 
     def run(precision: str, **sections: Any) -> dict[str, set[tuple[bool, bool]]]:
         config = {
