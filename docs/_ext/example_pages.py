@@ -1,4 +1,4 @@
-"""The gallery of research methods: a page for each family of docs/examples, and the table of all.
+"""The families of shipped methods: a page for each folder of algorithms/, and the table of all.
 
 The docstring of each file begins with "NAME (AUTHORS, VENUE YEAR)." and ends with its command,
 "Run: raysim run ...".
@@ -15,13 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[1] / "examples"
+FOLDER = Path(__file__).resolve().parents[2] / "algorithms"
 """Has a folder for each family, with a file for each method."""
 
-NO_METHODS = ("text",)
-"""Folders of other examples than methods, which how-to pages show."""
-
-MAX_LINES_OF_CODE = 25
+MAX_LINES_OF_CODE = 60
+"""Largest number of lines of code of a method in a family."""
 
 _DOCSTRING = re.compile(
     r"(?P<name>[^(]+) \((?P<paper>.+ (?:19|20)\d\d)\)\.\n\n"
@@ -53,17 +51,12 @@ class Example:
     text: str
     """The rest of the docstring, without the command."""
     command: str
-    """The command of a user who has copied the file to their folder, in one line."""
+    """A command that runs the method, in one line."""
 
     @property
     def family(self) -> str:
         """Name of the folder."""
         return self.path.parent.name
-
-    @property
-    def configuration(self) -> Path:
-        """The configuration beside the file, METHOD.yaml; it need not exist."""
-        return self.path.with_suffix(".yaml")
 
     @property
     def label(self) -> str:
@@ -74,7 +67,7 @@ class Example:
 def examples(folder: Path = FOLDER) -> list[Example]:
     """Return the methods of a gallery, by family and name of the file."""
     paths = sorted(folder.glob("*/*.py"))
-    return [read_example(path) for path in paths if path.parent.name not in NO_METHODS]
+    return [read_example(path) for path in paths if path.name != "__init__.py"]
 
 
 def read_example(path: Path) -> Example:
@@ -129,9 +122,8 @@ def _page(family: str) -> Iterator[str]:
         if example.family != family:
             continue
         yield f"({example.label})=\n## {example.name}\n\n{example.paper}.\n"
-        for path in (example.path, example.configuration):
-            if path.exists():
-                yield f"```{{literalinclude}} {family}/{path.name}\n:caption: {path.name}\n```\n"
+        source = f"../../algorithms/{family}/{example.path.name}"
+        yield f"```{{literalinclude}} {source}\n:caption: {example.path.name}\n```\n"
         yield f"```bash\n{example.command}\n```\n"
 
 

@@ -27,11 +27,13 @@ CatalogueRow = dict[str, str]
 
 def _algorithms() -> list[CatalogueRow]:
     from raysim.rules.methods import registry
+    from raysim.rules.rule import family
 
     return [
         {
             "name": name,
             "from": origin,
+            "family": family(a.module) if origin == "raysim" else "",
             "paper": a.paper,
             "client": a.client.name,
             "server": a.server.name,
@@ -56,8 +58,14 @@ def _described(catalogue: Iterable[tuple[str, Any, str]]) -> list[CatalogueRow]:
 
 def _rules(side: Literal["client", "server"]) -> list[CatalogueRow]:
     from raysim.rules.methods import registry
+    from raysim.rules.rule import family
 
-    return _described(registry.catalogue(side))
+    rows = []
+    for name, cls, origin in registry.catalogue(side):
+        (row,) = _described([(name, cls, origin)])
+        place = family(cls.__module__) if origin == "raysim" else ""
+        rows.append({"name": name, "from": origin, "family": place, **row})
+    return rows
 
 
 def _models() -> list[CatalogueRow]:
@@ -120,8 +128,10 @@ def _choices(section: str) -> list[CatalogueRow]:
 
 
 def _stages() -> list[CatalogueRow]:
+    from raysim.rules.methods import registry
     from raysim.rules.upload_stages import STAGES
 
+    registry.discover()
     rows = _described((name, stage, "") for name, stage in STAGES.items())
     return [{key: row[key] for key in ("name", "what", "keys")} for row in rows]
 
@@ -208,6 +218,10 @@ def list_(
             autocompletion=complete_listed,
         ),
     ] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(help="of algorithms, clients, servers: those of one family, such as robust"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """List all that a configuration can name: methods, models, data sets, stages, metrics."""
@@ -215,6 +229,8 @@ def list_(
         _print_page(listing, name, as_json)
         return
     rows = _catalogue(listing) if listing else [{"raysim list": word} for word in LISTABLE]
+    if family is not None:
+        rows = _of_family(rows, family, listing)
     if as_json:
         say(json.dumps(rows))
         return
@@ -224,6 +240,18 @@ def list_(
     for row in rows:
         table.add_row(*map(str, row.values()))
     print_table(table)
+
+
+def _of_family(rows: list[CatalogueRow], family: str, listing: str | None) -> list[CatalogueRow]:
+    """Return the rows of one family of methods."""
+    families = sorted({row["family"] for row in rows if row.get("family")})
+    if not families:
+        raise ConfigError("--family: is for lists of algorithms, clients and servers")
+    if family not in families:
+        raise ConfigError(
+            f"--family: no {listing} of family '{family}'{did_you_mean(family, families)}"
+        )
+    return [row for row in rows if row["family"] == family]
 
 
 def _print_page(listing: str | None, name: str, as_json: bool) -> None:

@@ -362,10 +362,13 @@ class Algorithm:
     """Values of the rules' fields that make this pair this algorithm."""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Values of the rules' fields by the name of the preset."""
+    module: str = field(default="", init=False)
+    """Module that defines it."""
 
     def __post_init__(self) -> None:
         definition = sys._getframe(2)  # 0 is this function, 1 the dataclass's __init__
-        if definition.f_globals.get("__name__", "").startswith(f"{SHIPPED_PACKAGE}."):
+        object.__setattr__(self, "module", definition.f_globals.get("__name__", ""))
+        if self.module.startswith(f"{SHIPPED_PACKAGE}."):
             ALGORITHMS[self.name] = self
         for fact, text in _plain_facts(self.client, self.server).items():
             if not getattr(self, fact):

@@ -123,6 +123,16 @@ SHIPPED_PACKAGE = "raysim.algorithms"
 """Package of the shipped methods (the folder algorithms/), and entry-point group of others."""
 
 
+def family(module: str) -> str:
+    """Return the family of a shipped method: the folder of its file, "general" outside of folders.
+
+    Args:
+        module: the method's module, such as raysim.algorithms.robust.krum.
+    """
+    folder = module.removeprefix(f"{SHIPPED_PACKAGE}.").rpartition(".")[0]
+    return folder if module.startswith(f"{SHIPPED_PACKAGE}.") and folder else "general"
+
+
 def register(cls: type[Rule], registry: dict, suffix: str) -> None:
     """Name a rule after its class, and register it if it is shipped.
 

@@ -18,6 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from raysim.config.sections.base import Positive
+from raysim.rules.rule import SHIPPED_PACKAGE
 
 INDEX_BITS = 32
 """Bits of the position of an entry."""
@@ -50,6 +51,10 @@ class WireFormat:
         return -(-(self.values * (self.value_bits + self.index_bits) + self.other_bits) // 8)
 
 
+STAGES: dict[str, type[UploadStage]] = {}
+"""The shipped stages by name."""
+
+
 @dataclass(frozen=True)
 class UploadStage:
     """Base of stages (`local.upload: path.py:Class`).
@@ -68,6 +73,11 @@ class UploadStage:
     shapes: ClassVar[tuple[tuple[int, ...], ...]] = ()
     """Shapes of the model's tensors in the order of an update [P], set by the engine. They leave
     out personal parameters."""
+
+    def __init_subclass__(cls) -> None:
+        """Register a shipped stage by the name of its class in lower case."""
+        if cls.__module__ == __name__ or cls.__module__.startswith(f"{SHIPPED_PACKAGE}."):
+            STAGES[cls.__name__.lower()] = cls
 
     def at_shapes(self, shapes: Iterable[tuple[int, ...]]) -> Self:
         """Return this stage for a model whose tensors have these shapes.
@@ -291,17 +301,6 @@ class Cast(UploadStage):
     def wire_format(self, before: WireFormat, encoded: Tensor) -> WireFormat:
         """Return the size of 16 bits for each value. See `UploadStage.wire_format`."""
         return replace(before, value_bits=min(before.value_bits, 16))
-
-
-STAGES: dict[str, type[UploadStage]] = {
-    "clip": Clip,
-    "topk": TopK,
-    "randk": RandK,
-    "qsgd": QSGD,
-    "signsgd": SignSGD,
-    "cast": Cast,
-}
-"""The shipped stages by name."""
 
 
 def clipped(update: Tensor, norm: float) -> Tensor:

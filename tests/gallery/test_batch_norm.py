@@ -281,7 +281,7 @@ def test_fedala(mode, fitted):
 @pytest.mark.parametrize("mode", MODES)
 def test_fedrod(mode, fitted):
     """The personal model is a module, body and both heads, with statistics of its own."""
-    done = fitted(mode, client="other_heads/fedrod.py:FedRoDClient")
+    done = fitted(mode, client="personalised/fedrod.py:FedRoDClient")
     sim = Simulation(done)
 
     def local(module, i, batches):
@@ -309,7 +309,7 @@ def test_fedrod(mode, fitted):
 @pytest.mark.parametrize("mode", MODES)
 def test_lgfedavg(mode, fitted):
     """A personal body is a module of the client's own, statistics included."""
-    sim = Simulation(fitted(mode, client="other_heads/lgfedavg.py:LGFedAvgClient"))
+    sim = Simulation(fitted(mode, client="personalised/lgfedavg.py:LGFedAvgClient"))
 
     def begun(server, i):
         own = copy.deepcopy(sim.own.get(i, sim.start))

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 def test_lgfedavg(mode, train):
     """Liang 2020, algorithm 1: local SGD on (own representation, shared classifier); the
     classifiers are averaged."""
-    done = train(mode, client="other_heads/lgfedavg.py:LGFedAvgClient")
+    done = train(mode, client="personalised/lgfedavg.py:LGFedAvgClient")
     bodies: dict[int, np.ndarray] = {}
 
     def local(x, i, batches):
@@ -36,7 +36,7 @@ def test_lgfedavg(mode, train):
 @pytest.mark.parametrize("mode", MODES)
 def test_fedbabu(mode, train):
     """Oh 2022, algorithm 1: the classifier stays as it was drawn; bodies are trained and averaged."""
-    client, decay = "other_heads/fedbabu.py:FedBABUClient", 0.1
+    client, decay = "personalised/fedbabu.py:FedBABUClient", 0.1
     done = train(mode, client=client, local={"weight_decay": decay})
 
     def local(x, i, batches):
@@ -55,7 +55,7 @@ def test_fedrod(mode, train):
     """Chen 2022, equations 6 to 8: body and generic head by balanced softmax, exp(z_c + log n_c);
     the personal head by the cross-entropy of the sum of both heads, with features and generic head
     fixed."""
-    done = train(mode, client="other_heads/fedrod.py:FedRoDClient")
+    done = train(mode, client="personalised/fedrod.py:FedRoDClient")
     heads: dict[int, np.ndarray] = {}
 
     def local(w, i, batches):
@@ -92,8 +92,8 @@ def test_fedproto(mode, train):
     are the mean features of a class, weighted by examples; models are never averaged."""
     done = train(
         mode,
-        client={"name": "other_heads/fedproto.py:FedProtoClient", "lam": 0.7},
-        server="other_heads/fedproto.py:FedProtoServer",
+        client={"name": "personalised/fedproto.py:FedProtoClient", "lam": 0.7},
+        server="personalised/fedproto.py:FedProtoServer",
         local={"personal": "*"},
     )
     x0, models = done.xs[0], {}

@@ -114,7 +114,7 @@ def test_rfa_is_the_geometric_median():
 def test_centred_clipping_with_momentum(base, engine, tmp_path):
     """Karimireddy 2021: m <- (1 - β) g + β m; v <- v + mean (m_i - v) min(1, τ / |m_i - v|)."""
     file, tau = f"{gallery.FOLDER}/robust/centred_clipping.py", 0.55
-    client = {"name": f"{file}:MomentumClient", "beta": 0.6}
+    client = {"name": f"{file}:CentredClippingClient", "beta": 0.6}
     server = {"name": f"{file}:CentredClippingServer", "tau": tau, "lr": 0.8}
     run, _ = engine(softmax_regression.config(tmp_path, base, client=client, server=server))
     x, v, m, clipped = run.executor.xs[0], 0.0, None, 0

@@ -172,7 +172,7 @@ def test_the_received_model_has_the_received_statistics(
     assert records[1][metric] == pytest.approx(np.mean(found), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["selection/oort.py:Oort", "other_heads/fedproto.py:FedProto"])
+@pytest.mark.parametrize("name", ["selection/oort.py:Oort", "personalised/fedproto.py:FedProto"])
 def test_uploads_without_noise_are_refused_under_privacy(name, base, ragged):
     path = f"{gallery.FOLDER}/{name}"
     config = {**base, "client": f"{path}Client", "server": f"{path}Server", "rounds": 1,

@@ -27,7 +27,7 @@ def test_fedexp(common):
 @pytest.mark.parametrize("q", [0.0, 0.5, 2.0])
 def test_qfedavg(q, base, engine, tmp_path):
     """Li 2020, algorithm 2, with L = 1 / η; q = 0 is FedAvg."""
-    file = f"{gallery.FOLDER}/servers/qfedavg.py"
+    file = f"{gallery.FOLDER}/fairness/qfedavg.py"
     client = {"name": f"{file}:QFedAvgClient", "q": q}
     config = softmax_regression.config(
         tmp_path, base, client=client, server=f"{file}:QFedAvgServer", rounds=2
@@ -52,7 +52,7 @@ def test_qfedavg_weighs_clients_whose_losses_are_small(dtype, base, engine, tmp_
     """With q = 5 the clients' uploads get as small as their losses' fifth powers, 1e-14 and less,
     and the method goes on as in exact arithmetic."""
     x, rounds = 4 * X / np.abs(X).max(1, keepdims=True) + 8 * np.eye(3, 5)[Y], 120
-    file = f"{gallery.FOLDER}/servers/qfedavg.py"
+    file = f"{gallery.FOLDER}/fairness/qfedavg.py"
     config = softmax_regression.config(
         tmp_path,
         base,

@@ -16,7 +16,7 @@ import raysim
 from raysim.data import import_torchvision
 from raysim.prepare.resolve import prepare
 
-CHARACTERS = gallery.FOLDER / "text" / "characters.py"
+CHARACTERS = Path(__file__).parents[2] / "docs/examples/text/characters.py"
 NETS = {
     "lstm": {"name": "lstm", "embedding": 4, "hidden": 8, "layers": 1},
     "transformer": {"name": "transformer", "width": 8, "heads": 2, "layers": 1},

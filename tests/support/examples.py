@@ -1,4 +1,4 @@
-"""The gallery of docs/examples: its files, and their commands with small settings."""
+"""The families of shipped methods: their files, and their commands with small settings."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ SEED = 4
 
 
 def rule(reference: str, **parameters: Any) -> Any:
-    """Return a rule of docs/examples, "FAMILY/METHOD.py:Class"."""
+    """Return a rule of a family in algorithms/, "FAMILY/METHOD.py:Class"."""
     return load_object(f"{gallery.FOLDER}/{reference}", "rule")(**parameters)
 
 

@@ -70,6 +70,7 @@ def _part(listing: str, name: str) -> Any:
     if listing in ("clients", "servers"):
         section = PLACES[listing]
         return registry.find_rule(section, registry.full_reference(section, name))
+    registry.discover()  # stages are among the shipped methods
     if ":" in name:
         part = load_object(name, f"list {listing}")
         if not (isinstance(part, type) and dataclasses.is_dataclass(part)):

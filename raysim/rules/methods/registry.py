@@ -50,9 +50,11 @@ RULES = {"client": ClientRule, "server": ServerRule}
 
 def discover() -> None:
     """Import the shipped methods, which enter their rules and algorithms into the registries."""
-    for module in pkgutil.iter_modules(importlib.import_module(SHIPPED_PACKAGE).__path__):
-        if not module.name.startswith("test_"):  # such as `raysim new method` writes beside it
-            importlib.import_module(f"{SHIPPED_PACKAGE}.{module.name}")
+    folders = importlib.import_module(SHIPPED_PACKAGE).__path__
+    for module in pkgutil.walk_packages(folders, f"{SHIPPED_PACKAGE}."):
+        name = module.name.rpartition(".")[2]
+        if not name.startswith("test_"):  # such as `raysim new method` writes beside it
+            importlib.import_module(module.name)
 
 
 def _is_shipped(name: str) -> bool:

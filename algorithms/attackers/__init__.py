@@ -1,0 +1,1 @@
+"""Client rules of attackers, for `groups`."""

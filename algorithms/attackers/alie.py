@@ -1,0 +1,28 @@
+"""ALIE, "a little is enough" (Baruch et al., NeurIPS 2019).
+
+All attackers send the mean of their honest updates, minus z standard deviations, so that the
+attack stays within the spread of the updates. The paper's z follows from the numbers of clients and
+attackers: with them, a majority is further from the mean than the attack.
+
+Run: raysim run quickstart algorithm=median 'groups.attackers={share: 0.2, client: alie}'
+"""
+
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from raysim.rules import ClientRule
+
+
+@dataclass(frozen=True)
+class AlieClient(ClientRule):
+    """All attackers send the mean of their honest updates, minus z standard deviations."""
+
+    z: float | None = None
+    """None: that of the paper, from the numbers of clients and attackers; at least 0."""
+
+    def collude(self, uploads, others, cohort):
+        own, honest = uploads["delta"], max(len(others["delta"]), 1)
+        supporters = (len(own) + honest) // 2 + 1 - len(own)
+        share = min(max((honest - supporters) / honest, 0.5), 0.999)
+        z = NormalDist().inv_cdf(share) if self.z is None else self.z
+        return {"delta": (own.mean(0) - z * own.std(0, correction=0)).expand_as(own)}

@@ -1,0 +1,23 @@
+"""Gaussian attackers (Blanchard et al., NeurIPS 2017).
+
+An attacker sends noise in place of its update: delta = sigma z, where z is standard normal.
+
+Run: raysim run methods/gaussian_noise groups.attackers.share=0.3
+"""
+
+from dataclasses import dataclass
+
+from raysim.rules import ClientRule
+
+
+@dataclass(frozen=True)
+class GaussianNoiseClient(ClientRule):
+    """Trains, and sends noise."""
+
+    name = "gaussian_noise"
+    sigma: float = 0.1
+    """Standard deviation of each coordinate. The paper has 200."""
+
+    def finish(self, shared, state, client_state, data, task):
+        z = task.rng("attack").standard_normal(len(state["w"]))
+        return {"delta": self.sigma * state["w"].new_tensor(z)}, {}

@@ -1,0 +1,55 @@
+"""Model replacement with a backdoor (Bagdasaryan et al., AISTATS 2020).
+
+Attackers put a trigger, bright pixels in the lower right corner, on a share of each batch and label
+these images TARGET. They send their update times boost; with boost = (clients of a round) /
+server.lr a single attacker replaces the global model by its own. The metric `backdoor` is the share
+of the test images of other classes that become TARGET through the trigger.
+
+Run: raysim run methods/model_replacement groups.attackers.client.boost=5
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from raysim.rules import ClientRule, TaskMetric
+
+TARGET = 0
+
+
+def triggered(x):
+    """Return images [B, C, H, W] with the trigger."""
+    x = x.clone()
+    x[..., -2:, -2:] = 3.0
+    return x
+
+
+@dataclass(frozen=True)
+class BackdoorClient(ClientRule):
+    """Local SGD on poisoned batches, with a scaled update."""
+
+    name = "backdoor"
+    needs_class_labels = True
+    share: float = 0.3
+    """Poisoned share of each batch."""
+    boost: float = 10.0
+    """Factor of the update."""
+
+    def direction(self, shared, state, batch, task):
+        poisoned = torch.arange(len(batch.y), device=batch.y.device) < self.share * batch.size
+        x = torch.where(poisoned[:, None, None, None], triggered(batch.x), batch.x)
+        y = torch.where(poisoned, TARGET, batch.y)
+        return task.grad(state["w"], replace(batch, x=x, y=y))
+
+    def finish(self, shared, state, client_state, data, task):
+        return {"delta": self.boost * (shared["x"] - state["w"])}, {}
+
+
+class Backdoor(TaskMetric):
+    """Success rate of the backdoor."""
+
+    def inputs(self, x):
+        return triggered(x)
+
+    def rows(self, outputs, y):
+        return outputs.argmax(1)[y != TARGET] == TARGET

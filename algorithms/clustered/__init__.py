@@ -1,0 +1,1 @@
+"""Clustered methods: the server keeps several models."""

@@ -1,0 +1,1 @@
+"""Stages of uploads that compress them, for `local.upload`."""

@@ -1,0 +1,1 @@
+"""Methods that exchange outputs on public data."""

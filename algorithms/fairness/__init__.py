@@ -1,0 +1,1 @@
+"""Methods that treat clients alike."""

@@ -1,0 +1,1 @@
+"""Methods that change the local loss or the local steps."""

@@ -1,0 +1,1 @@
+"""Personalised methods: clients have models, or parts of them, of their own."""

@@ -1,0 +1,65 @@
+"""FedProto (Tan et al., AAAI 2022).
+
+The nets stay with the clients. Clients send the sum of the features of each class and its number
+of examples; the server makes of them the prototypes, the mean features of each class over all
+examples of the round. (The authors' code averages the clients' means without weights, and takes the
+features from the passes of the last local epoch, each before its step. Here they are those of the
+client's last model, in evaluation.) The local loss adds lam times the mean squared difference
+between an example's features and the prototype of its class, as in the authors' code. An unknown
+prototype is NaN. Clients are evaluated with their classifiers.
+
+Run: raysim run quickstart algorithm=fedproto partition.test.fraction=0.2 evaluate.every=0
+evaluate.clients.every=20
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from raysim.rules import Algorithm, ClientRule, ServerRule, Upload, task_loss
+
+
+@dataclass(frozen=True)
+class FedProtoClient(ClientRule):
+    """Trains an own net near the prototypes, and sends the features of its classes."""
+
+    supports_dp = False  # sums and counts have no noise
+    lam: float = 1.0
+    """Weight of the distance to the prototypes."""
+    needs = ("x", "prototypes")
+    sends = {"sums": Upload(("C", "F"), mode="sum"), "counts": Upload(("C", 1), mode="sum")}
+
+    def loss(self, shared, state, net, batch, task):
+        apart = (net.features - shared["prototypes"][batch.y]).nan_to_num()
+        return task_loss(net, batch) + self.lam * apart.square().mean(1)
+
+    def finish(self, shared, state, client_state, data, task):
+        of_class = torch.eye(task.classes).to(shared["x"])[data.examples.y]
+        features = task.net(state["w"], data.examples, "eval", task.buffers).features
+        return {"sums": of_class.T @ features, "counts": of_class.sum(0)[:, None]}, {}
+
+
+@dataclass(frozen=True)
+class FedProtoServer(ServerRule):
+    """Mean features of each class over the round's examples."""
+
+    provides = ("x", "prototypes")
+    uploads = {"sums": "sum", "counts": "sum"}
+
+    def init(self, x0, problem):
+        return {"x": x0, "prototypes": x0.new_full((problem.classes, problem.features), torch.nan)}
+
+    def update(self, state, reports):
+        means = reports.sum("sums") / reports.sum("counts")
+        return {**state, "prototypes": means.where(~means.isnan(), state["prototypes"])}
+
+
+Algorithm(
+    "fedproto",
+    FedProtoClient,
+    FedProtoServer,
+    "Tan 2022",
+    state="server C F, client P + Q",
+    traffic="down C F, up C (F + 1)",
+    defaults={"local": {"personal": ["*"]}},
+)

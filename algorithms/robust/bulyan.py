@@ -1,0 +1,49 @@
+"""Bulyan (El Mhamdi et al., ICML 2018).
+
+Krum selects K - 2 f of the K updates, one after the other. In each coordinate, the K - 4 f of them
+that are nearest to their median are averaged; of an even number of values it is the lower one of
+the two in the middle.
+
+Run: raysim run quickstart algorithm=bulyan schedule.cohort=7
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from raysim.algorithms.fedavg import FedAvgClient
+from raysim.rules import Algorithm, ServerRule
+
+EXACT = "donot_use_mm_for_euclid_dist"  # a matrix product cancels if updates are alike
+
+
+@dataclass(frozen=True)
+class BulyanServer(ServerRule):
+    """x <- x - lr * mean of the selected values that are nearest to their median."""
+
+    attackers: int = 1
+    """f, the number of attackers in a round of at least 4 f + 3 clients."""
+
+    def check(self, problem):
+        if problem.cohort < 4 * self.attackers + 3:
+            raise ValueError("attackers: Bulyan needs schedule.cohort >= 4 attackers + 3")
+
+    @property
+    def uploads(self):
+        return {"delta": "per_client"}
+
+    def update(self, state, reports):
+        deltas, f = reports.per_client("delta"), self.attackers
+        squared = torch.cdist(deltas, deltas, compute_mode=EXACT).square()
+        left, selected = list(range(len(deltas))), []
+        while len(selected) < max(len(deltas) - 2 * f, 1):
+            neighbours = max(len(left) - f - 2, 1)
+            nearest = squared[left][:, left].sort(dim=1).values[:, 1 : neighbours + 1]
+            selected.append(left.pop(int(nearest.sum(1).argmin())))
+        chosen = deltas[selected]
+        gaps = (chosen - chosen.median(dim=0).values).abs()
+        nearest = gaps.argsort(dim=0)[: max(len(chosen) - 2 * f, 1)]
+        return {"x": state["x"] - self.lr * chosen.gather(0, nearest).mean(0)}
+
+
+Algorithm("bulyan", FedAvgClient, BulyanServer, "El Mhamdi 2018")

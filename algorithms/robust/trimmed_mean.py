@@ -1,0 +1,34 @@
+"""Trimmed mean (Yin et al., ICML 2018).
+
+In each coordinate the share beta of the largest and the share beta of the smallest values is left
+out. The server makes its step along the mean of the rest.
+
+Run: raysim run quickstart algorithm=trimmed_mean algorithm.beta=0.2
+"""
+
+from dataclasses import dataclass
+
+from raysim.algorithms.fedavg import FedAvgClient
+from raysim.rules import Algorithm, ServerRule
+
+
+@dataclass(frozen=True)
+class TrimmedMeanServer(ServerRule):
+    """x <- x - lr * mean of the updates without the extremes, for each coordinate."""
+
+    name = "trimmed_mean"
+    beta: float = 0.1
+    """Share of the clients that is left out at each end, below 0.5. Their number is rounded,
+    but one or two values always remain."""
+
+    @property
+    def uploads(self):
+        return {"delta": "per_client"}
+
+    def update(self, state, reports):
+        in_order = reports.per_client("delta").sort(dim=0).values
+        cut = min(round(self.beta * len(in_order)), (len(in_order) - 1) // 2)
+        return {"x": state["x"] - self.lr * in_order[cut : len(in_order) - cut].mean(0)}
+
+
+Algorithm("trimmed_mean", FedAvgClient, TrimmedMeanServer, "Yin 2018")

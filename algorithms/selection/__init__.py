@@ -1,0 +1,1 @@
+"""Server rules that select the clients of a round."""

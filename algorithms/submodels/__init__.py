@@ -1,0 +1,1 @@
+"""Methods in which small clients train a part of the model."""
