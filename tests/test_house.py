@@ -29,7 +29,9 @@ def test_a_method_costs_its_file_only():
     one. Templates are files of methods."""
     registry.discover()
     names = sorted(
-        {*contract.ALGORITHMS, *contract.CLIENT_RULES, *contract.SERVER_RULES} - {"fedavg"},
+        # The median is a statistic too.
+        {*contract.ALGORITHMS, *contract.CLIENT_RULES, *contract.SERVER_RULES}
+        - {"fedavg", "median"},
         key=len,
         reverse=True,
     )

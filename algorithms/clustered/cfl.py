@@ -23,6 +23,7 @@ from raysim.rules import Algorithm, ServerRule
 class CFLServer(ServerRule):
     """FedAvg in clusters that are split by the cosines of their updates."""
 
+    counts_equally = True
     eps1: float = 0.4
     """Largest norm of a cluster's mean update for a split."""
     eps2: float = 0.6

@@ -35,6 +35,7 @@ class IFCAClient(ClientRule):
 class IFCAServer(ServerRule):
     """k models; each moves by the mean update of the clients that chose it."""
 
+    counts_equally = True
     k: int = 2
     """Number of models."""
     provides = ("x", "models")

@@ -32,6 +32,8 @@ class QFedAvgClient(ClientRule):
 class QFedAvgServer(ServerRule):
     """x <- x - lr * sum of the numerators / sum of the denominators."""
 
+    counts_equally = True
+
     @property
     def uploads(self):
         return {"delta": "sum", "h": "sum"}

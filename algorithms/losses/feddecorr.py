@@ -22,6 +22,12 @@ class FedDecorrClient(ClientRule):
     beta: float = 0.1
     """Weight of the penalty."""
 
+    def check(self, problem):
+        if not problem.has_features:
+            raise ValueError(
+                f"name: 'feddecorr' decorrelates features; model '{problem.model}' learns none"
+            )
+
     def loss(self, shared, state, net, batch, task):
         z = net.features - batch.mean(net.features)
         z = z / (batch.mean(z.square()) + 1e-8).sqrt()

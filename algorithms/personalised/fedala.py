@@ -28,6 +28,12 @@ class FedALAClient(ClientRule):
     passes: int = 1
     """Passes over the client's data that train W in a round."""
 
+    def check(self, problem):
+        if not problem.has_features:
+            raise ValueError(
+                f"name: 'fedala' weighs the classifier; model '{problem.model}' has none"
+            )
+
     def state(self, task):
         own = {"own": task.x0, "buffers": task.initial_buffers}
         return {**own, "W": torch.ones_like(task.x0)}

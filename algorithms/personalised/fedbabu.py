@@ -19,6 +19,12 @@ from raysim.rules import Algorithm, ClientRule
 class FedBABUClient(ClientRule):
     """Local SGD of the body; the classifier stays as it is."""
 
+    def check(self, problem):
+        if not problem.has_features:
+            raise ValueError(
+                f"name: 'fedbabu' keeps the classifier as it is; model '{problem.model}' has none"
+            )
+
     def init(self, shared, client_state, data, task):
         return {"body": ~task.part("classifier")}
 

@@ -23,6 +23,7 @@ from raysim.rules import Algorithm, ClientRule, ServerRule, Upload, task_loss
 class FedProtoClient(ClientRule):
     """Trains an own net near the prototypes, and sends the features of its classes."""
 
+    needs_class_labels = True
     supports_dp = False  # sums and counts have no noise
     lam: float = 1.0
     """Weight of the distance to the prototypes."""
@@ -43,6 +44,7 @@ class FedProtoClient(ClientRule):
 class FedProtoServer(ServerRule):
     """Mean features of each class over the round's examples."""
 
+    counts_equally = True
     provides = ("x", "prototypes")
     uploads = {"sums": "sum", "counts": "sum"}
 

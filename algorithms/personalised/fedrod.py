@@ -22,6 +22,14 @@ from raysim.rules import Algorithm, ClientRule
 class FedRoDClient(ClientRule):
     """Local SGD with the balanced softmax, and a personal head on the same features."""
 
+    needs_class_labels = True
+
+    def check(self, problem):
+        if not problem.has_features:
+            raise ValueError(
+                f"name: 'fedrod' adds a head to the classifier; model '{problem.model}' has none"
+            )
+
     def state(self, task):
         return {"head": task.zeros(), "buffers": task.initial_buffers}
 

@@ -21,6 +21,7 @@ EXACT = "donot_use_mm_for_euclid_dist"  # a matrix product cancels if updates ar
 class BulyanServer(ServerRule):
     """x <- x - lr * mean of the selected values that are nearest to their median."""
 
+    counts_equally = True
     attackers: int = 1
     """f, the number of attackers in a round of at least 4 f + 3 clients."""
 

@@ -35,6 +35,7 @@ class CentredClippingServer(ServerRule):
     """x <- x - lr * v."""
 
     name = "centred_clipping"
+    counts_equally = True
     tau: float = 10.0
     """Largest distance from v that counts."""
 

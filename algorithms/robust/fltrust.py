@@ -18,6 +18,7 @@ from raysim.rules import Algorithm, ServerRule
 class FLTrustServer(ServerRule):
     """Mean of updates, weighted by their cosines with an update on trusted data."""
 
+    counts_equally = True
     needs_public_data = "labels"
     epochs: int = 1
     """Passes over the root data in a round."""

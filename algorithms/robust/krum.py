@@ -21,6 +21,7 @@ EXACT = "donot_use_mm_for_euclid_dist"  # a matrix product cancels if updates ar
 class KrumServer(ServerRule):
     """x <- x - lr * mean of the m updates with the smallest scores."""
 
+    counts_equally = True
     attackers: int = 1
     """f, the number of attackers in a round of at least 2 f + 3 clients."""
     m: int = 1

@@ -16,6 +16,8 @@ from raysim.rules import Algorithm, ServerRule
 class MedianServer(ServerRule):
     """x <- x - lr * coordinate-wise median of the updates."""
 
+    counts_equally = True
+
     @property
     def uploads(self):
         return {"delta": "per_client"}

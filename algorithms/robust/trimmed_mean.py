@@ -17,6 +17,7 @@ class TrimmedMeanServer(ServerRule):
     """x <- x - lr * mean of the updates without the extremes, for each coordinate."""
 
     name = "trimmed_mean"
+    counts_equally = True
     beta: float = 0.1
     """Share of the clients that is left out at each end, below 0.5. Their number is rounded,
     but one or two values always remain."""

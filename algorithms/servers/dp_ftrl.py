@@ -18,6 +18,7 @@ class DPFTRLServer(ServerRule):
     """Sum of clipped updates with tree noise."""
 
     name = "dp_ftrl"
+    counts_equally = True
     clip: float = 1.0
     """Largest length of an update."""
     noise_multiplier: float = 1.0

@@ -3,17 +3,17 @@
 A small client trains a sub-model: in each hidden layer the first ceil(width · units) units. All
 other parameters count as 0 for it. In its steps the outputs of hidden layers are divided by `width`
 before the activation. Parameter j of the global model becomes the mean of w_ij over the clients i
-that have it, and stays as it is if none has. The groups of heterofl.yaml have three widths. For
-nets of linear layers with biases.
+that have it, and stays as it is if none has. The configuration has groups of three widths. For nets
+of linear layers and convolutions with biases; the units of a convolution are its channels. The
+paper's static BatchNorm and masked cross-entropy are left out.
 
 Run: raysim run methods/heterofl
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import prod
 
-import torch
-
+from raysim.algorithms.submodels.widths import check_chain, places
 from raysim.rules import Algorithm, ClientRule, ServerRule
 
 
@@ -25,13 +25,14 @@ class HeteroFLClient(ClientRule):
     width: float = 1.0
     """Share of the units of each hidden layer that the client has."""
 
+    def check(self, problem):
+        check_chain(problem.shapes)
+
     def init(self, shared, client_state, data, task):
-        masks = [task.x0.new_zeros(shape).reshape(shape[0], -1) for shape in task.shapes]
-        for k, mask in enumerate(masks):
-            rows = ceil(self.width * len(mask)) if k < len(masks) - 2 else len(mask)
-            columns = ceil(self.width * mask.shape[1]) if k else mask.shape[1]
-            mask[:rows, :columns] = 1 / self.width if k < len(masks) - 2 else 1
-        return {"mask": torch.cat([mask.flatten() for mask in masks])}
+        mask = (places(task.shapes) < self.width).to(shared["x"])
+        classifier = sum(prod(shape) for shape in task.shapes[-2:])
+        mask[:-classifier] /= self.width
+        return {"mask": mask}
 
     def direction(self, shared, state, batch, task):
         return state["mask"] * task.grad(state["mask"] * state["w"], batch)
@@ -45,6 +46,7 @@ class HeteroFLClient(ClientRule):
 class HeteroFLServer(ServerRule):
     """Mean of each parameter over the clients that have it."""
 
+    counts_equally = True
     uploads = {"delta": "sum", "has": "sum"}
 
     def update(self, state, reports):

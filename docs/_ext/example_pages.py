@@ -65,9 +65,12 @@ class Example:
 
 
 def examples(folder: Path = FOLDER) -> list[Example]:
-    """Return the methods of a gallery, by family and name of the file."""
+    """Return the methods of the families, by family and name of the file.
+
+    Files whose docstring has no command are no methods.
+    """
     paths = sorted(folder.glob("*/*.py"))
-    return [read_example(path) for path in paths if path.name != "__init__.py"]
+    return [read_example(path) for path in paths if "\nRun: " in path.read_text()]
 
 
 def read_example(path: Path) -> Example:

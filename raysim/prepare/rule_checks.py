@@ -57,6 +57,10 @@ def check_rule(section: str, half: str, rule: ClientRule | ServerRule, problem: 
                 f"model: client rule '{rule.name}' sends '{key}' with a size of F features, but "
                 f"'{problem.model}' does not end in a linear classifier on features"
             )
+    if isinstance(rule, ServerRule) and rule.counts_equally and rule.weights != "uniform":
+        raise ConfigError(
+            f"{section}.weights: server rule '{rule.name}' counts all clients equally; leave it out"
+        )
     try:
         rule.check(problem)
     except ValueError as error:
@@ -228,6 +232,8 @@ def _may_weigh_by_samples(raw: Mapping[str, Any], plan: Plan) -> bool:
         if isinstance(section, Mapping) and "weights" in section:
             return False
     if overridden(server, ["weigh"]) or plan.config.client_privacy or server.weights != "uniform":
+        return False
+    if server.counts_equally:
         return False
     # A user's rule that gets the uploads one by one may well count them equally on purpose.
     if not with_mode(server.uploads, "mean") and not registry.is_shipped(server):

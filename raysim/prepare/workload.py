@@ -139,6 +139,7 @@ def build_problem(
         cohort=config.schedule.size,
         size=model.size,
         segments=model.segments,
+        shapes=tuple(model.shapes),
         n_nonempty=clients.n_nonempty,
         model=config.model.name,
         levels=model.levels,

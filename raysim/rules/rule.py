@@ -33,6 +33,8 @@ class Problem:
     """P, the number of trainable parameters."""
     segments: tuple[int, ...] = ()
     """Lengths of the named tensors in the order of the flat vector; their sum is P."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Shapes of the named tensors."""
     n_nonempty: int = 0
     """N, the clients that have training examples."""
     model: str = ""

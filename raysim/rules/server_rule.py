@@ -33,6 +33,8 @@ class ServerRule(Rule):
     """Keys of the broadcast. `update` may not change these in place, since clients may use them."""
     needs_base_params: ClassVar[bool] = False
     """Whether `update` reads `reports.bases`."""
+    counts_equally: ClassVar[bool] = False
+    """Whether all clients count equally; `weights: samples` is then refused."""
     weights_after_training: ClassVar[bool] = False
     """Whether the weights depend on the uploads; `update` then calls `reports.set_weights`."""
     selects_with_replacement: ClassVar[bool] = False

@@ -222,11 +222,11 @@ def test_ones_own_method_by_path(raysim_, small, source):
     [
         (
             "algorithms",
-            {"name", "from", "paper", "client", "server", "state", "traffic", "presets"},
+            {"name", "from", "family", "paper", "client", "server", "state", "traffic", "presets"},
             set(ALGORITHMS),
         ),
-        ("clients", {"name", "from", "what", "keys"}, set(CLIENT_RULES)),
-        ("servers", {"name", "from", "what", "keys"}, set(SERVER_RULES)),
+        ("clients", {"name", "from", "family", "what", "keys"}, set(CLIENT_RULES)),
+        ("servers", {"name", "from", "family", "what", "keys"}, set(SERVER_RULES)),
         (
             "models",
             {"name", "from", "what"},

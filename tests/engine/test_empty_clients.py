@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from support.batteries import is_plain, small
 
 import raysim
 from raysim.rules.contract import ALGORITHMS
@@ -42,14 +44,18 @@ def run(n_empty: int, **sections: Any) -> raysim.RunResult:
 def everybody(name: str, n_empty: int) -> dict[str, Any]:
     """The sections of a method in which all clients take part."""
     if "schedule" in ALGORITHMS[name].defaults:
-        return {"algorithm": name, "schedule": SLOW_FOR_MANY}
-    return {"algorithm": name, "schedule": {"cohort": len(SIZES) + n_empty}}
+        return {"algorithm": small(name), "schedule": SLOW_FOR_MANY}
+    return {"algorithm": small(name), "schedule": {"cohort": len(SIZES) + n_empty}}
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", sorted(k for k, v in ALGORITHMS.items() if is_plain(v)))
 def test_clients_without_examples_change_no_method(name):
+    """A server rule that adds the uploads itself adds those of another order of the clients."""
     alone, among_empty = (run(n, **everybody(name, n)) for n in (0, 5))
-    assert among_empty.digest == alone.digest
+    if "per_client" in ALGORITHMS[name].server().uploads.values():
+        torch.testing.assert_close(among_empty.parameters, alone.parameters, rtol=0, atol=1e-12)
+    else:
+        assert among_empty.digest == alone.digest
 
 
 @pytest.mark.parametrize("cohort", [1, 3])

@@ -10,6 +10,9 @@ import pytest
 from support.examples import DATA, gallery, small_config
 
 import raysim
+from raysim.rules.contract import ALGORITHMS, CLIENT_RULES, SERVER_RULES
+from raysim.rules.methods.registry import discover
+from raysim.rules.upload_stages import STAGES
 from raysim.runs.resume import reopen
 from raysim.runs.run import execute
 from raysim.tracking.recorder import Untracked
@@ -22,6 +25,15 @@ data: ./tiny.py:load
 """
 """A configuration with public data."""
 EXAMPLES = [pytest.param(example, id=example.path.stem) for example in gallery.examples()]
+
+
+def test_every_method_of_a_family_has_a_command():
+    discover()
+    parts = [*CLIENT_RULES.values(), *SERVER_RULES.values(), *STAGES.values(), *ALGORITHMS.values()]
+    modules = {getattr(part, "module", part.__module__) for part in parts}
+    in_families = {m for m in modules if m.count(".") == 3 and m.startswith("raysim.algorithms.")}
+    found = {f"raysim.algorithms.{e.family}.{e.path.stem}" for e in gallery.examples()}
+    assert found == in_families
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -13,6 +13,8 @@ from support.gallery_runs import LR
 from support.oracle_cases import MODES, distance
 from torch.nn import functional as F
 
+from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
 
 DECAY = 0.1
@@ -133,3 +135,57 @@ def descended(small: list[np.ndarray], X: np.ndarray, y: np.ndarray) -> list[np.
     loss = F.cross_entropy(F.linear(h, leaves[2], leaves[3]), torch.tensor(y))
     grads = torch.autograd.grad(loss, leaves)
     return [(v - LR * g).detach().numpy() for v, g in zip(leaves, grads, strict=True)]
+
+
+CONVOLUTIONS = """
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, shape, classes):
+        super().__init__(
+            nn.Conv2d(1, 4, 3, stride=2), nn.ReLU(), nn.Conv2d(4, 6, 2), nn.ReLU(), nn.Flatten(),
+            nn.Linear(24, 8), nn.ReLU(), nn.Linear(8, classes),
+        )
+"""
+OF_CONVOLUTIONS = [(4, 1, 3, 3), (4,), (6, 4, 2, 2), (6,), (8, 24), (8,), (10, 8), (10,)]
+
+
+def convolutional(parts: list[torch.Tensor], X: torch.Tensor, width: float) -> torch.Tensor:
+    """The logits of a net of these tensors, whose hidden outputs are divided by `width`."""
+    h = torch.relu(F.conv2d(X, parts[0], parts[1], stride=2) / width)
+    h = torch.relu(F.conv2d(h, parts[2], parts[3]) / width).flatten(1)
+    h = torch.relu(F.linear(h, parts[4], parts[5]) / width)
+    return F.linear(h, parts[6], parts[7])
+
+
+@pytest.mark.parametrize("width", [0.5, 0.3])
+def test_heterofl_of_convolutions_is_a_net_with_fewer_channels(width, engine, ragged, source):
+    """Channels in place of units. Below the flattening, 4 inputs come from each channel: the small
+    net has those of its own channels."""
+    config = {
+        "rounds": 1, "dtype": "float64", "model": source("net", CONVOLUTIONS) + ":Net",
+        "partition": ragged([12]), "schedule": {"cohort": 1}, "batching": {"mode": "loop"},
+        "algorithm": {"name": "heterofl", "width": width},
+        "local": {"steps": 1, "batch_size": "full", "lr": LR},
+    }  # fmt: skip
+    done, _ = engine(config)
+    x0, x1 = (split(x, OF_CONVOLUTIONS) for x in done.executor.xs)
+    a, b, c = (ceil(width * n) for n in (4, 6, 8))
+    cut = [np.s_[:a], np.s_[:a], np.s_[:b, :a], np.s_[:b], np.s_[:c, : 4 * b], np.s_[:c], np.s_[:, :c], np.s_[:]]  # fmt: skip
+    small = [torch.tensor(v[s], requires_grad=True) for v, s in zip(x0, cut, strict=True)]
+    data, positions = done.plan.dataset, done.plan.clients.client(0)
+    scale, shift = (v.astype(np.float64)[:, None, None] for v in (data.scale, data.shift))
+    X = torch.tensor(data.x[positions].astype(np.float64) * scale + shift)
+    loss = F.cross_entropy(convolutional(small, X, width), torch.tensor(data.y[positions]).long())
+    for old, new, s, v, g in zip(x0, x1, cut, small, torch.autograd.grad(loss, small), strict=True):
+        expected = old.copy()
+        expected[s] = (v - LR * g).detach().numpy()
+        np.testing.assert_allclose(new, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fjord"])
+@pytest.mark.parametrize("model", ["tinynn", "resnet20"])
+def test_submodels_of_other_nets_are_refused(method, model, base):
+    with pytest.raises(ConfigError, match=r"^algorithm\.name: sub-models are for nets of linear"):
+        prepare({**base, "rounds": 1, "algorithm": method, "model": model})

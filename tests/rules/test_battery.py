@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.batteries import BAD, NETS, SIZES, poisoned, small, without
+from support.batteries import BAD, NETS, SIZES, is_usual, poisoned, small, without
 from support.cohorts import sample_cohort
 from support.oracle_cases import distance
 from support.pairs import all_pairs, with_every_rule
@@ -33,6 +33,7 @@ from raysim.errors import ClientError, ConfigError, round_name
 from raysim.prepare.resolve import prepare
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES, ServerRule, overridden
 from raysim.rules.methods import registry
+from raysim.rules.rule import family
 from raysim.schedule import make_schedule, synchronous_round
 from raysim.training.messages import Block, Broadcast, cut_blocks
 
@@ -43,8 +44,18 @@ FAILING = program("battery_failing")
 
 
 def a_few() -> list[tuple[str, str]]:
-    """Pairs in which every rule occurs; what belongs together comes first."""
-    return with_every_rule(sorted(all_pairs(), key=lambda pair: pair[0] != pair[1]))
+    """Pairs in which every rule occurs; what belongs together comes first, then FedAvg's halves."""
+
+    def order(pair: tuple[str, str]) -> tuple[bool, int]:
+        client, server = pair
+        return client != server, (client != "fedavg") + (server != "fedavg")
+
+    usual = [
+        (client, server)
+        for client, server in all_pairs()
+        if is_usual(CLIENT_RULES[client]()) and is_usual(SERVER_RULES[server]())
+    ]
+    return with_every_rule(sorted(usual, key=order))
 
 
 def one_for_each_client() -> list[tuple[str, str]]:
@@ -75,7 +86,7 @@ def config(ragged, source) -> Callable[..., dict[str, Any]]:
         return {
             "rounds": 3, "seed": 1, "dtype": "float64", "model": {"name": source("nets", NETS) + ":Net"},
             "partition": ragged(SIZES), "schedule": {"cohort": 5},
-            "client": small(client), "server": {"name": server},
+            "client": small(client), "server": small(server),
             "local": {"steps": 3, "batch_size": 6, "lr": 0.05}, "batching": {"mode": "loop", "size": 3}, **sections,
         }  # fmt: skip
 
@@ -140,7 +151,10 @@ OPTIMIZERS = [
 def optimized() -> list[tuple[str, str, int]]:
     """Every client rule that allows it with one of `OPTIMIZERS`, and FedAvg with each of them."""
     composed = [
-        pair for pair in one_for_each_client() if not CLIENT_RULES[pair[0]]().needs_plain_sgd
+        pair
+        for pair in one_for_each_client()
+        # Noise does not depend on the steps.
+        if not CLIENT_RULES[pair[0]]().needs_plain_sgd and pair[0] != "gaussian_noise"
     ]
     cases = {(*pair, i % len(OPTIMIZERS)) for i, pair in enumerate(sorted(composed))}
     return sorted(cases | {("fedavg", "fedavg", i) for i in range(len(OPTIMIZERS))})
@@ -311,6 +325,10 @@ def test_a_round_without_data_changes_nothing_and_counts(client, server, engine,
     """Five of eight clients are empty, two are sampled on average. Round 1 and the last one find
     only empty ones or nobody: x, the BatchNorm statistics and, after the last, the whole state of
     the server stay as they were, and the rounds are counted."""
+    if server in ("bulyan", "krum"):
+        pytest.skip("needs three clients in a round")
+    if client == "lgfedavg":
+        pytest.skip("BatchNorm statistics are personal")
     run, records = engine(config(client, server, rounds=4, seed=23, partition=ragged([9, 0, 0, 12, 0, 8, 0, 0]),
                                  schedule={"cohort": 2, "sampling": "poisson"}), states=True)  # fmt: skip
     assert [bool(cohort) for cohort in cohorts(run)] == [True, False, True, False]
@@ -387,7 +405,7 @@ def test_a_non_finite_client_stops_the_run_by_name(client, server, mode, engine,
         engine(config(client, server, batching={"mode": mode, "size": 3}), change=poisoned)
 
 
-@pytest.mark.parametrize("server", sorted(SERVER_RULES))
+@pytest.mark.parametrize("server", sorted({server for _, server in a_few()}))
 def test_weights_count_only_who_is_left(server, engine, config, source):
     """The same with weights by samples: those of a round's survivors add up to one. This net has no
     BatchNorm, so that the update itself is all there is to tell that a client has failed."""
@@ -484,6 +502,8 @@ def test_one_parameter(client, server, engine, config, source):
         run, records = engine(config(client, server, **given))
     except ConfigError as error:  # it needs features or stages, which one number has not
         assert "client.name" in str(error)
+        return
+    if family(CLIENT_RULES[client].__module__) == "attackers":  # they do not bring the loss down
         return
     assert run.plan.problem.size == 1
     if client.startswith(

@@ -102,10 +102,16 @@ def cases() -> dict[str, dict[str, Any]]:
     """The runs by name: changes to BASE."""
     sync = {"schedule": {"cohort": 5}}
     own_schedule = {name for name, one in ALGORITHMS.items() if "schedule" in one.defaults}
-    found = {
-        f"method {name}": {"algorithm": name} | ({} if name in own_schedule else sync)
-        for name, one in sorted(ALGORITHMS.items())
-    }
+    found = {}
+    for name, one in sorted(ALGORITHMS.items()):
+        if one.client.needs_public_data or one.server.needs_public_data:
+            continue  # the digits have none
+        case = {"algorithm": name} | ({} if name in own_schedule else sync)
+        if name == "bulyan":
+            case["schedule"] = {"cohort": 7}
+        if one.defaults.get("local", {}).get("buffers") == "personal":
+            case |= {"model": "{net}:Net", **FLOAT64}
+        found[f"method {name}"] = case
     found |= {
         "kasync gradma": {"algorithm": "gradma", "schedule": KASYNC},
         "kasync scaffold": {
@@ -209,8 +215,8 @@ def check(name: str, x: torch.Tensor) -> None:
     """Compares a run's final parameters with what is recorded for the case of this name."""
     recorded = json.loads(FILE.read_text())
     assert name in recorded["projections"], f"'{name}' is not recorded: {RECORD}"
-    known = recorded["digests"].get(this_platform())
-    if known is not None:
+    known = recorded["digests"].get(this_platform(), {})
+    if name in known:
         assert parameters_digest(x) == known[name], f"'{name}' computes other bits than recorded"
     scale = float(x.double().norm())
     differences = np.subtract(projection(x), recorded["projections"][name])
@@ -278,26 +284,31 @@ def test_every_case_is_recorded():
     recorded = json.loads(FILE.read_text())
     assert set(recorded["projections"]) == set(CASES), RECORD
     for platform_name, digests in recorded["digests"].items():
-        assert set(digests) == set(CASES), platform_name
+        assert set(digests) <= set(CASES), platform_name
 
 
 def record() -> None:
-    """Run all cases and write what they compute. Other platforms' digests stay where the
-    projections have not moved."""
-    before = json.loads(FILE.read_text()) if FILE.exists() else {"digests": {}, "projections": {}}
+    """Run all cases and write what they compute.
+
+    A case stays as it is, with the digests of other platforms, if `check` accepts what it computes.
+    """
+    recorded = json.loads(FILE.read_text()) if FILE.exists() else {"digests": {}, "projections": {}}
+    here = recorded["digests"].setdefault(this_platform(), {})
+    for known in [recorded["projections"], *recorded["digests"].values()]:
+        for name in known.keys() - CASES.keys():
+            del known[name]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        results = {
-            k: raysim.run(configuration(case, folder, folder / k)) for k, case in CASES.items()
-        }
-    projections = {name: projection(result.parameters) for name, result in results.items()}
-    same = set(projections) == set(before["projections"]) and all(
-        np.allclose(projections[k], before["projections"][k], rtol=0, atol=1e-12)
-        for k in projections
-    )
-    digests = before["digests"] if same else {}
-    digests[this_platform()] = {name: result.digest for name, result in results.items()}
-    FILE.write_text(json.dumps({"digests": digests, "projections": projections}, indent=1) + "\n")
+        for case, sections in CASES.items():
+            result = raysim.run(configuration(sections, folder, folder / case))
+            try:
+                check(case, result.parameters)
+            except AssertionError:
+                recorded["projections"][case] = projection(result.parameters)
+                for known in recorded["digests"].values():
+                    known.pop(case, None)
+            here[case] = result.digest
+    FILE.write_text(json.dumps(recorded, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.rules import contract
 from raysim.rules.methods import registry
+from raysim.rules.rule import family
 from raysim.schedule import Selection
 from support.programs import program
 
@@ -42,10 +43,42 @@ def without(engine: Engine) -> None:
     engine.schedule.select = select_without
 
 
+FEW: dict[str, dict[str, Any]] = {
+    "bulyan": {"attackers": 0},  # five clients in a round
+    "krum": {"attackers": 0},
+    "fedlc": {"tau": 0.05},  # else clients of one class have no gradient
+    "fedreg": {"ascent": 2},  # 10 steps for its images by default
+    "fedreg_mg": {"ascent": 2},
+    "fedrep": {"head_steps": 1},  # of three local steps
+}
+"""Settings of rules for short runs of few clients."""
+
+
 def small(name: str) -> dict[str, Any]:
-    """Return the settings of a client rule or an algorithm with little work; FedReg makes its
-    images in 10 steps by default."""
-    return {"name": name, "ascent": 2} if name.startswith("fedreg") else {"name": name}
+    """Return the settings of a rule or an algorithm for short runs of few clients."""
+    return {"name": name, **FEW.get(name, {})}
+
+
+def is_plain(algorithm: contract.Algorithm) -> bool:
+    """Return whether a method trains an MLP on digits: without BatchNorm, without public data."""
+    needs = algorithm.client.needs_public_data or algorithm.server.needs_public_data
+    return not needs and algorithm.defaults.get("local", {}).get("buffers") != "personal"
+
+
+WITHOUT_A_GLOBAL_MODEL = ("cfl", "fedmd", "fedproto", "ifca", "local_only")
+"""Methods whose "x" stays as it is; tests/gallery has theirs."""
+
+
+def is_usual(rule: contract.ClientRule | contract.ServerRule) -> bool:
+    """Return whether a rule trains one global model of any kind, on clients that it does not choose.
+
+    Sub-models are for nets without BatchNorm.
+    """
+    selects = isinstance(rule, contract.ServerRule) and contract.overridden(
+        rule, ["select", "candidates"]
+    )
+    special = selects or rule.needs_public_data or family(type(rule).__module__) == "submodels"
+    return not special and rule.name not in WITHOUT_A_GLOBAL_MODEL
 
 
 def algorithm_of_each_client_rule() -> list[str]:

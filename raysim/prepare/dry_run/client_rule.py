@@ -38,7 +38,7 @@ from raysim.prepare.dry_run.watched import watched
 from raysim.randomness import generator
 from raysim.rules.contract import overridden
 from raysim.rules.errors.user_code import defined_at
-from raysim.rules.methods.registry import is_shipped
+from raysim.rules.methods.registry import is_tried
 from raysim.rules.uploads import declared
 from raysim.server.first_broadcast import first_broadcast, shapes_of_first_broadcast
 from raysim.system.processes import limited
@@ -112,7 +112,7 @@ def dry_run_rules(plan: Plan, client_key: str, server_key: str) -> None:
         ConfigError: a rule is wrong. The message names the rule and its key and, for a difference
             between the modes, the tensor and the size of the difference.
     """
-    if not is_shipped(plan.server):
+    if is_tried(plan.server):
         _check_first_broadcast(plan, server_key)
     _dry_run_client_rule(plan, client_key)
     for group in plan.groups:
@@ -122,9 +122,9 @@ def dry_run_rules(plan: Plan, client_key: str, server_key: str) -> None:
 
 
 def _dry_run_client_rule(plan: Plan, client_key: str) -> None:
-    """Check the client rule of a plan in a dry run, unless raysim ships it."""
+    """Check the client rule of a plan in a dry run, if it is to be tried."""
     rule = plan.client
-    if is_shipped(rule):
+    if not is_tried(rule):
         return
     dry_run = RuleDryRun(plan)
 
@@ -288,7 +288,7 @@ class RuleDryRun:
         rule = self.plan.client
         if "delta" not in trainer.sent:
             return None
-        if "delta" in declared(rule.sends) and not is_shipped(self.plan.server):
+        if "delta" in declared(rule.sends) and is_tried(self.plan.server):
             return None
         shape = list(update.report["delta"].shape)
         if shape == [trainer.model.size]:

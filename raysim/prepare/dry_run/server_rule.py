@@ -29,7 +29,7 @@ from raysim.prepare.dry_run.watched import watched
 from raysim.randomness import generator
 from raysim.rules.contract import overridden
 from raysim.rules.errors.user_code import breach
-from raysim.rules.methods.registry import is_shipped
+from raysim.rules.methods.registry import is_tried
 from raysim.schedule import Synchronous, make_schedule
 from raysim.server.central_server import RoundCohort, Server
 from raysim.server.selection import ClientHistory
@@ -61,7 +61,7 @@ def dry_run_server_rule(plan: Plan, key: str) -> None:
     Raises:
         ConfigError: the rule breaks its contract. The message names the rule, its key and line.
     """
-    if is_shipped(plan.server) or plan.problem.size > LARGE_NET_PARAMETERS:
+    if not is_tried(plan.server) or plan.problem.size > LARGE_NET_PARAMETERS:
         return
 
     def check() -> None:

@@ -33,7 +33,7 @@ from raysim.rules.contract import (
 )
 from raysim.rules.errors.user_code import class_defined_at
 from raysim.rules.methods.misspelled_methods import refuse_misspelled_methods, untyped
-from raysim.rules.rule import Rule
+from raysim.rules.rule import Rule, family
 from raysim.spelling import did_you_mean
 from raysim.system.signals import reraise_stop
 
@@ -81,6 +81,18 @@ def is_shipped(rule: Rule) -> bool:
     """
     registry = CLIENT_RULES if isinstance(rule, ClientRule) else SERVER_RULES
     return registry.get(rule.name) is type(rule)
+
+
+def is_tried(rule: Rule) -> bool:
+    """Return whether a rule is tried on the run's own net before the run.
+
+    The shipped methods outside of families are not: their tests try them on nets of all kinds, and
+    their `check` says what they need.
+
+    Args:
+        rule: a client or server rule.
+    """
+    return not is_shipped(rule) or family(type(rule).__module__) != "general"
 
 
 def rule_reference(rule: type[Rule], algorithm: str) -> str:
