@@ -99,11 +99,8 @@ def _about_code(docstring: str) -> tuple[list[str], list[str]]:
 
 def _source(method: Algorithm) -> Path:
     """Return the file that defines a method."""
-    folder = REPOSITORY / "algorithms"
-    for path in sorted(folder.glob("*.py")):
-        if re.search(rf'Algorithm\(\s*"{method.name}"', path.read_text()):
-            return path
-    return folder / f"{method.server.__module__.rpartition('.')[2]}.py"
+    parts = method.module.removeprefix("raysim.").split(".")
+    return REPOSITORY.joinpath(*parts).with_suffix(".py")
 
 
 def _hyperparameters(method: Algorithm) -> Iterator[str]:

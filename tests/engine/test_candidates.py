@@ -126,7 +126,7 @@ def rules(source):
 def pow_d(source) -> str:
     """The rule of the how-to page, by path."""
     block = next(block for block in blocks(PAGE) if block.file == "pow_d.py")
-    return f"{source('pow_d', block.text)}:PowD"
+    return f"{source('pow_d', block.text)}:PowDServer"
 
 
 @pytest.fixture

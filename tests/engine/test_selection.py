@@ -121,7 +121,7 @@ def rules(source):
 def power_of_choice(source) -> str:
     """The rule of the how-to page, by path."""
     block = next(block for block in blocks(PAGE) if block.file == "power_of_choice.py")
-    return f"{source('power_of_choice', block.text)}:PowerOfChoice"
+    return f"{source('power_of_choice', block.text)}:PowerOfChoiceServer"
 
 
 @pytest.fixture

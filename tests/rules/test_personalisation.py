@@ -14,6 +14,7 @@ import pytest
 import torch
 from oracle.nets import MLPBatchNorm
 from support.batteries import NETS as STAGED
+from support.batteries import is_usual
 from support.documents import blocks
 from support.oracle_cases import BATCH_NORM, MODES, NETS, distance, feed
 from support.pairs import fits
@@ -22,6 +23,7 @@ from support.programs import program
 import raysim
 from raysim.errors import RaysimError
 from raysim.prepare.resolve import prepare
+from raysim.rules.contract import overridden
 from raysim.rules.methods import registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "personalisation.md"
@@ -241,7 +243,14 @@ def test_frozen_statistics_normalise_in_training_and_stay(mode, run, source):
 registry.discover()
 
 
-@pytest.mark.parametrize("client", sorted(registry.CLIENT_RULES))
+COMPOSABLE = sorted(
+    name
+    for name, rule in registry.CLIENT_RULES.items()
+    if is_usual(rule()) and not overridden(rule(), ["personal"])
+)
+
+
+@pytest.mark.parametrize("client", COMPOSABLE)
 def test_personal_parts_under_every_client_rule(client, run, source):
     """Loop and vmap agree, the server's personal parameters stay, and each client keeps its own."""
     servers = [s for s in registry.SERVER_RULES if fits(client, s)]

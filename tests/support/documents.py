@@ -62,6 +62,10 @@ def blocks(path: Path) -> Iterator[Block]:
                 if text.strip() == fence:
                     break
                 inside.append(text.removeprefix(indent))
+            if language == "{literalinclude}":
+                shown = path.parent / line[opening.end() :].strip()
+                yield Block(path, number, language, shown.read_text(), f"file: {shown.name}")
+                continue
             yield Block(path, number, language, "\n".join(inside) + "\n", marker)
         found = _MARKER.match(line)
         marker = found[1] if found else ""

@@ -69,7 +69,10 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     sections: dict[str, JsonSchema] = schema["properties"]
 
     sections["algorithm"] = _by_name(_algorithms(distribution))
-    sections["client"] = _by_name(_rules("client", distribution))
+    definitions["ClientRule"] = _by_name(_rules("client", distribution))
+    sections["client"] = {"$ref": "#/$defs/ClientRule"}
+    group = definitions["Group"]["properties"]["client"]
+    group["anyOf"] = [{"$ref": "#/$defs/ClientRule"}, {"type": "null"}]
     sections["server"] = _by_name(_rules("server", distribution))
     sections["model"] = _by_name(_models())
     sections["task"] = _by_name({name: _described(task) for name, task in TASKS.items()})
