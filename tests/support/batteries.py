@@ -46,6 +46,7 @@ def without(engine: Engine) -> None:
 FEW: dict[str, dict[str, Any]] = {
     "bulyan": {"attackers": 0},  # five clients in a round
     "krum": {"attackers": 0},
+    "fedmgda": {"lr": 0.05},  # its updates have length 1
     "fedlc": {"tau": 0.05},  # else clients of one class have no gradient
     "fedreg": {"ascent": 2},  # 10 steps for its images by default
     "fedreg_mg": {"ascent": 2},
@@ -65,7 +66,7 @@ def is_plain(algorithm: contract.Algorithm) -> bool:
     return not needs and algorithm.defaults.get("local", {}).get("buffers") != "personal"
 
 
-WITHOUT_A_GLOBAL_MODEL = ("cfl", "fedmd", "fedproto", "ifca", "local_only")
+WITHOUT_A_GLOBAL_MODEL = ("cfl", "fedamp", "feddistill", "fedmd", "fedproto", "ifca", "local_only")
 """Methods whose "x" stays as it is; tests/gallery has theirs."""
 
 

@@ -1,0 +1,65 @@
+"""FedDistill, federated distillation (Jeong et al., arXiv:1811.11479, 2018).
+
+The nets stay with the clients. Clients send the sum of the logits of each class and its number of
+examples; the server makes of them the mean logits of each class over all examples of the round. The
+local loss adds lam times the mean squared difference between an example's logits and those of its
+class, as PFLlib has it. Unknown logits are NaN. The logits are those of the client's last model, in
+evaluation; the paper takes means over the local steps.
+
+Run: raysim run quickstart algorithm=feddistill partition.test.fraction=0.2 evaluate.every=0
+evaluate.clients.every=20
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from raysim.rules import Algorithm, ClientRule, ServerRule, Upload, task_loss
+
+
+@dataclass(frozen=True)
+class FedDistillClient(ClientRule):
+    """Trains an own net near the mean logits of each class, and sends its own."""
+
+    needs_class_labels = True
+    supports_dp = False  # sums and counts have no noise
+    needs = ("x", "logits")
+    sends = {"sums": Upload(("C", "C"), mode="sum"), "counts": Upload(("C", 1), mode="sum")}
+    lam: float = 1.0
+    """Weight of the distance to the mean logits."""
+
+    def loss(self, shared, state, net, batch, task):
+        apart = (net.logits - shared["logits"][batch.y]).nan_to_num()
+        return task_loss(net, batch) + self.lam * apart.square().mean(1)
+
+    def finish(self, shared, state, client_state, data, task):
+        of_class = torch.eye(task.classes).to(shared["x"])[data.examples.y]
+        logits = task.net(state["w"], data.examples, "eval", task.buffers).logits
+        return {"sums": of_class.T @ logits, "counts": of_class.sum(0)[:, None]}, {}
+
+
+@dataclass(frozen=True)
+class FedDistillServer(ServerRule):
+    """Mean logits of each class over the round's examples."""
+
+    counts_equally = True
+    provides = ("x", "logits")
+    uploads = {"sums": "sum", "counts": "sum"}
+
+    def init(self, x0, problem):
+        return {"x": x0, "logits": x0.new_full((problem.classes, problem.classes), torch.nan)}
+
+    def update(self, state, reports):
+        means = reports.sum("sums") / reports.sum("counts")
+        return {**state, "logits": means.where(~means.isnan(), state["logits"])}
+
+
+Algorithm(
+    "feddistill",
+    FedDistillClient,
+    FedDistillServer,
+    "Jeong 2018",
+    state="server C C, client P + Q",
+    traffic="down C C, up C (C + 1)",
+    defaults={"local": {"personal": ["*"]}},
+)

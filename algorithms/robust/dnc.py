@@ -1,0 +1,53 @@
+"""DnC, divide and conquer (Shejwalkar and Houmansadr, NDSS 2021).
+
+On a random subset of the coordinates, updates are outliers if they are far from the mean along the
+direction of the largest variance, the top right singular vector of the centred updates. Each
+iteration keeps the K - filter · attackers updates with the smallest squared projections on it. The
+server moves along the mean of the updates that all iterations keep (if there are none, of those
+that most iterations keep).
+
+Run: raysim run quickstart algorithm=dnc
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from raysim.algorithms.fedavg import FedAvgClient
+from raysim.rules import Algorithm, ServerRule
+
+
+@dataclass(frozen=True)
+class DnCServer(ServerRule):
+    """Mean of the updates without outliers along the direction of their largest variance."""
+
+    counts_equally = True
+    uploads = {"delta": "per_client"}
+    attackers: int = 1
+    """f, the number of attackers in a round."""
+    filter: float = 1.0
+    """Updates that are left out in an iteration, in units of `attackers`."""
+    coordinates: int = 10_000
+    """Coordinates of an iteration."""
+    iterations: int = 1
+    """Number of iterations."""
+
+    def check(self, problem):
+        if int(self.filter * self.attackers) >= problem.cohort:
+            raise ValueError("attackers: filter * attackers must be below schedule.cohort")
+
+    def update(self, state, reports):
+        deltas, rng = reports.per_client("delta"), reports.rng("coordinates")
+        n_kept = max(len(deltas) - int(self.filter * self.attackers), 1)
+        votes = torch.zeros(len(deltas), device=deltas.device)
+        for _ in range(self.iterations):
+            size = min(self.coordinates, deltas.shape[1])
+            chosen = torch.from_numpy(rng.choice(deltas.shape[1], size, replace=False))
+            centred = deltas[:, chosen.to(deltas.device)]
+            centred = centred - centred.mean(0)
+            v = torch.linalg.svd(centred, full_matrices=False).Vh[0]
+            votes[(centred @ v).square().argsort(stable=True)[:n_kept]] += 1
+        return {"x": state["x"] - self.lr * deltas[votes == votes.max()].mean(0)}
+
+
+Algorithm("dnc", FedAvgClient, DnCServer, "Shejwalkar 2021")
