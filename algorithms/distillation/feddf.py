@@ -3,6 +3,8 @@
 Ensemble distillation: the server averages the clients' models, and then trains the average to give
 the mean of their logits on unlabelled public examples.
 
+trusted.yaml is in docs/how-to/public_data.md.
+
 Run: raysim run trusted.yaml algorithm=feddf
 """
 

@@ -1,7 +1,8 @@
 """FedGAMMA (Dai et al., IEEE Transactions on Neural Networks and Learning Systems 2023).
 
 SCAFFOLD with sharpness-aware steps: w <- w - lr (∇f(w + rho g / |g|) + c - c_i), where g = ∇f(w) on
-the same batch. The control variates are SCAFFOLD's, by its option II.
+the same batch. The control variates are SCAFFOLD's, by its option II. |g| is the norm of all
+parameters together.
 
 Run: raysim run quickstart algorithm=fedgamma
 """

@@ -2,7 +2,8 @@
 
 Sharpness-aware local steps whose perturbation points from the present global model x to x_old, the
 one that the client received in its last round: w <- w - lr ∇f(w + rho (x_old - x) / |x_old - x|).
-So a step needs one gradient. There is no perturbation in a client's first round.
+So a step needs one gradient. There is no perturbation in a client's first round. The
+authors' code takes the last round's update of x for all clients, as if each had been in it.
 
 Run: raysim run quickstart algorithm=fedlesam
 """

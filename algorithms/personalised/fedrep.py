@@ -20,7 +20,7 @@ class FedRepClient(ClientRule):
     """The classifier is personal. Its steps come first, then those of the body."""
 
     head_steps: int = 3
-    """Local steps of the classifier."""
+    """Local steps of the classifier; the body has those that are left."""
 
     def personal(self, task):
         return task.part("classifier")

@@ -4,7 +4,7 @@ On a random subset of the coordinates, updates are outliers if they are far from
 direction of the largest variance, the top right singular vector of the centred updates. Each
 iteration keeps the K - filter · attackers updates with the smallest squared projections on it. The
 server moves along the mean of the updates that all iterations keep (if there are none, of those
-that most iterations keep).
+that most iterations keep). Some implementations take the mean of those that any iteration keeps.
 
 Run: raysim run quickstart algorithm=dnc
 """

@@ -3,7 +3,8 @@
 Two filters. An update's norm divided by the median norm must be in [lower, upper]. And updates are
 clustered by their shares of positive, zero and negative entries on random coordinates (MeanShift),
 of which the largest cluster counts. The server moves along the mean of the updates that pass both,
-each scaled down to the median norm. If no update passes both, those of the first filter count.
+each scaled down to the median norm. If no update passes both, those of the first filter count. The
+authors' code divides each share by its largest value before it clusters.
 
 Run: raysim run quickstart algorithm=signguard
 """

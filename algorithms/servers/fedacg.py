@@ -2,7 +2,7 @@
 
 Clients start ahead of the global model, at s = x + lam m, and stay near it: they minimise
 f(w) + beta/2 |w - s|². The server keeps the momentum: m <- lam m - lr mean_i (s - w_i), and moves
-x <- x + m.
+x <- x + m. The authors' code has no server learning rate.
 
 Run: raysim run quickstart algorithm=fedacg
 """

@@ -2,7 +2,8 @@
 
 The server looks for a direction that no client objects to. Updates are scaled to length 1, and the
 weights lambda of their sum minimise its length on the simplex, with |lambda_i - 1/K| <= epsilon.
-epsilon = 0 averages the scaled updates; epsilon = 1 is MGDA. If the solver fails, the weights are
+epsilon = 0 averages the scaled updates; epsilon = 1 is MGDA. Some implementations centre the
+weights at the clients' shares of the examples. If the solver fails, the weights are
 1/K and the metric `server/mgda_failed` is 1.
 
 Run: raysim run quickstart algorithm=fedmgda

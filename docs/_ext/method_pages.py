@@ -15,6 +15,7 @@ from result_pages import CONFIGS, REPOSITORY, about
 
 from raysim.algorithms.fedavg import AUTHORS_CODE, FedAvgClient, FedAvgServer
 from raysim.cli.pages.keys import first_paragraph, keys_of, plain
+from raysim.cli.pages.method_page import command
 from raysim.config.loading import shipped
 from raysim.rules import contract
 from raysim.rules.contract import Algorithm
@@ -63,8 +64,9 @@ def _page(method: Algorithm) -> Iterator[str]:
     yield f"# {method.name}\n"
     yield f"{method.paper}. State: {method.state}. Traffic for each client: {method.traffic}.\n"
     yield LETTERS
-    yield f"```bash\nraysim run quickstart algorithm={method.name}\n```\n"
-    about_code, rest = _about_code(docstring[1].strip())
+    run_it = command(method) or f"raysim run quickstart algorithm={method.name}"
+    yield f"```bash\n{run_it}\n```\n"
+    about_code, rest = _about_code(docstring[1].partition("\nRun: ")[0].strip())
     yield "\n\n".join(rest) + "\n"
     yield "## Text and code\n"
     yield "\n\n".join(about_code or [NOTHING_RECORDED]) + "\n"
@@ -91,7 +93,7 @@ def _about_code(docstring: str) -> tuple[list[str], list[str]]:
     paragraphs = docstring.split("\n\n")
     about = [
         paragraph
-        for paragraph in paragraphs[1:]
+        for paragraph in paragraphs[2:]
         if not paragraph.startswith("    ") and MENTIONS_CODE.search(paragraph)
     ]
     return about, [paragraph for paragraph in paragraphs if paragraph not in about]

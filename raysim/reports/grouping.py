@@ -22,7 +22,7 @@ from raysim.spelling import did_you_mean
 SIDE_COLUMN = "side"
 """Derived parameter: the side on which a method differs from FedAvg. Shown only on request."""
 
-SCENARIO_KEY_PREFIXES = ("data.", "partition.", "model.", "schedule.", "privacy.")
+SCENARIO_KEY_PREFIXES = ("data.", "partition.", "model.", "groups.", "schedule.", "privacy.")
 """Prefixes of the parameters that define the scenario in which methods are compared."""
 
 _DERIVED_KEY_PREFIXES = ("files", "client.", "server.", "batching.", "model.", "schedule.")

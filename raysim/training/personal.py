@@ -196,7 +196,8 @@ def personal_parts(config: Config, rule: ClientRule, model: Model) -> PersonalPa
     if config.local.buffers != "averaged" and not model.buffer_size:
         raise ConfigError(
             f"local.buffers: model '{config.model.name}' has no BatchNorm statistics, so "
-            f"'{config.local.buffers}' means nothing; leave it out"
+            f"'{config.local.buffers}' means nothing; take a net with BatchNorm, such as tinynn, "
+            "or set local.buffers=averaged"
         )
     mask = _personal_mask(config, rule, model)
     if config.local.buffers == "averaged" and mask is not None:

@@ -68,6 +68,8 @@ def keys_of(part: type[Any], settings: Mapping[str, Any] | None = None) -> list[
             meanings.get(field.name, ""),
         )
         for field in dataclasses.fields(part)
+        # A server rule that counts clients equally refuses weights.
+        if not (field.name == "weights" and getattr(part, "counts_equally", False))
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +45,20 @@ def method_page(name: str) -> dict[str, Any]:
         "hyper-parameters": _hyper_parameters(method),
         "presets": plain(method.presets),
         "defaults": plain(method.defaults),
+        "command": command(method),
         "configurations": [key for key, path in files.items() if word.search(path.read_text())],
     }
+
+
+def command(method: Algorithm) -> str:
+    """Return the command at the end of the docstring of a method's file; "" if there is none.
+
+    Args:
+        method: a method.
+    """
+    module = sys.modules.get(method.module)
+    found = re.search(r"^Run: (.+)", (module and module.__doc__) or "", re.MULTILINE | re.DOTALL)
+    return " ".join(found[1].split()) if found else ""
 
 
 def print_method(page: Mapping[str, Any], name: str) -> None:
@@ -63,7 +76,7 @@ def print_method(page: Mapping[str, Any], name: str) -> None:
         facts[f"preset {preset}"] = json.dumps(values)
     if page["defaults"]:
         facts["sets, unless you do"] = json.dumps(page["defaults"])
-    facts["run it"] = f"raysim run quickstart algorithm={name}"
+    facts["run it"] = page["command"] or f"raysim run quickstart algorithm={name}"
     if page["configurations"]:
         facts["configurations"] = ", ".join(page["configurations"])
     print_page(facts, page["hyper-parameters"])

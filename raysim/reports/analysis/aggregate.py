@@ -206,7 +206,7 @@ def ranked(
 ) -> list[TableRow]:
     """Return rows with their ranks by mean result.
 
-    The parameters of the data, partition, model, schedule and privacy define the scenario of a row;
+    Data, partition, model, groups, schedule and privacy define the scenario of a row;
     its other parameters define the method.
 
     Args:

@@ -61,8 +61,9 @@ def compared(
 ) -> list[TableRow]:
     """Return rows with their difference to the reference row of the same scenario.
 
-    The scenario of a row is its parameters of the data, partition, model, schedule and privacy. If
-    it has several reference rows (of several step sizes, say), the best one is the reference.
+    The scenario of a row is its parameters of data, partition, model, groups, schedule and
+    privacy. If it has several reference rows (of several step sizes, say), the best one is the
+    reference.
 
     Args:
         table: Rows, as from `aggregate.rows`.

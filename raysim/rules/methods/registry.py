@@ -151,11 +151,28 @@ def find_rule(section: str, name: str) -> Any:
     registry = REGISTRIES[section]
     if name in registry:
         return registry[name]
+    other = _of_another_kind(section, name)
+    if other:
+        raise ConfigError(f"{section}.name: '{name}' is {other}")
     known = [*registry, *(p.name for p in entry_points.entry_points(entry_points.ALGORITHMS))]
     raise ConfigError(
         f"{section}.name: unknown {PART_NAMES[section]} '{name}'{did_you_mean(name, known)}; "
         "your own is given as path.py:Class"
     )
+
+
+def _of_another_kind(section: str, name: str) -> str:
+    """Return what else is called by a name, and how to use it; "" if nothing is."""
+    if section == "algorithm" and name in CLIENT_RULES:
+        return (
+            f"a client rule and no algorithm; for some clients: "
+            f"groups.{name}={{share: 0.2, client: {name}}}, for all: algorithm=null client={name}"
+        )
+    if section == "algorithm" and name in SERVER_RULES:
+        return f"a server rule and no algorithm: algorithm=null server={name}"
+    if name in ALGORITHMS:
+        return f"an algorithm and no {PART_NAMES[section]}: algorithm={name}"
+    return ""
 
 
 def full_reference(section: str, name: str) -> str:
