@@ -2,11 +2,13 @@
 
 A client starts from own + W (x - own), with own its last model, x the global one, and a weight W
 in [0, 1] for each parameter of the classifier; elsewhere W is 1. W descends the client's loss:
-W <- W - eta (x - own) ∇f(start). The paper repeats this until W converges in the first round, and
-passes over a part of the data once in the others; here `passes` is the same in all rounds. A client
-keeps its BatchNorm statistics. The authors' code weighs clients by samples
-(server.weights=samples), and all clients, not only those of the round, move their models to such a
-start in each round.
+W <- W - eta (x - own) ∇f(start), in `passes` over its data. With `steady` > 0 a client repeats this
+in its first round with a model of its own until the standard deviation of the last ten losses is
+below that (as in the authors' code, which has 0.1). The paper takes a part of the data for it. A
+client keeps its BatchNorm statistics.
+
+The authors' code weighs clients by samples (algorithm.weights=samples), and all clients, not only
+those of the round, move their models to such a start in each round.
 
 Run: raysim run quickstart algorithm=fedala partition.test.fraction=0.2 evaluate.clients.every=20
 """
@@ -18,6 +20,9 @@ import torch
 from raysim.algorithms.fedavg import FedAvgServer
 from raysim.rules import Algorithm, ClientRule
 
+MAX_PASSES = 200
+"""Largest number of passes that wait for W to converge."""
+
 
 @dataclass(frozen=True)
 class FedALAClient(ClientRule):
@@ -27,6 +32,8 @@ class FedALAClient(ClientRule):
     """Step size of W."""
     passes: int = 1
     """Passes over the client's data that train W in a round."""
+    steady: float = 0.0
+    """Standard deviation of losses at which W has converged; 0: no convergence is waited for."""
 
     def check(self, problem):
         if not problem.has_features:
@@ -36,21 +43,29 @@ class FedALAClient(ClientRule):
 
     def state(self, task):
         own = {"own": task.x0, "buffers": task.initial_buffers}
-        return {**own, "W": torch.ones_like(task.x0)}
+        return {**own, "W": torch.ones_like(task.x0), "tuned": task.x0.new_zeros(())}
 
     def begin(self, shared, client_state, data, task):
-        own, buffers = shared["x"], task.buffers
-        if client_state["seen"]:
-            own, buffers = client_state["own"], client_state["buffers"]
-        apart, W = shared["x"] - own, client_state["W"]
-        for batch in [*data.batches()] * self.passes:
-            gradient = task.grad(own + W * apart, batch, mode="frozen")
-            W = (W - self.eta * task.part("classifier") * apart * gradient).clamp(0, 1)
-        return own + W * apart, buffers, {"W": W}
+        x, own, W = shared["x"], client_state["own"], client_state["W"]
+        if not client_state["seen"]:  # it has no own model
+            return x, task.buffers, {"W": W}
+        waits = self.steady > 0 and not client_state["tuned"]
+        losses = []
+        for _ in range(MAX_PASSES if waits else self.passes):
+            for batch in data.batches():
+                gradient = task.grad(own + W * (x - own), batch, mode="frozen")
+                step = self.eta * task.part("classifier") * (x - own) * gradient
+                W = (W - step).clamp(0, 1)
+            if waits:
+                losses.append(task.full_loss(own + W * (x - own), data))
+                if len(losses) >= 10 and torch.stack(losses[-10:]).std(correction=0) < self.steady:
+                    break
+        return own + W * (x - own), client_state["buffers"], {"W": W}
 
     def finish(self, shared, state, client_state, data, task):
         kept = {"own": state["w"], "buffers": task.buffers, "W": state["W"]}
+        kept["tuned"] = client_state["seen"].to(shared["x"])
         return {"delta": shared["x"] - state["w"]}, kept
 
 
-Algorithm("fedala", FedALAClient, FedAvgServer, "Zhang 2023", state="server 0, client 2P + Q")
+Algorithm("fedala", FedALAClient, FedAvgServer, "Zhang 2023", state="server 0, client 2P + Q + 1")

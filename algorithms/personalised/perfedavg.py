@@ -1,7 +1,9 @@
-"""Per-FedAvg, first order (Fallah et al., NeurIPS 2020).
+"""Per-FedAvg (Fallah et al., NeurIPS 2020).
 
 The global model is a good start for one step on a client's data. With two batches D and D' of the
-client, u = w - alpha ∇f(w; D) and w <- w - lr ∇f(u; D'). The term with the Hessian is left out. A
+client, u = w - alpha ∇f(w; D), v = ∇f(u; D') and w <- w - lr (v - alpha ∇²f(w; D) v). By default
+the term with the Hessian is left out (FO). With delta > 0 the product with the Hessian is
+(∇f(w + delta v; D) - ∇f(w - delta v; D)) / (2 delta) (HF); the paper draws a third batch for it. A
 client is evaluated after one step of size alpha on its own data, with the BatchNorm statistics that
 this pass has moved. In local steps they move in the pass at u.
 
@@ -20,13 +22,20 @@ class PerFedAvgClient(ClientRule):
 
     alpha: float = 0.05
     """Step size of the inner step."""
+    delta: float = 0.0
+    """Step of the difference that stands for the Hessian; 0 leaves the Hessian out."""
 
     def prepare(self, shared, batch, task):
         return (batch,)
 
     def direction(self, shared, state, batch, task):
-        gradient = task.grad(state["w"], batch.prepared[0], mode="frozen")
-        return task.grad(state["w"] - self.alpha * gradient, batch)
+        w, other = state["w"], batch.prepared[0]
+        v = task.grad(w - self.alpha * task.grad(w, other, mode="frozen"), batch)
+        if not self.delta:
+            return v
+        after = task.grad(w + self.delta * v, other, mode="frozen")
+        before = task.grad(w - self.delta * v, other, mode="frozen")
+        return v - self.alpha * (after - before) / (2 * self.delta)
 
     def evaluated(self, shared, client_state, data, task):
         x, buffers = shared["x"], task.buffers

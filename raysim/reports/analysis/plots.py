@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MAX_TITLE_LETTERS = 48
 """Maximum number of characters in a line of a panel's title, and in a legend inside of its axes."""
+MAX_UPRIGHT_LETTERS = 8
+"""Longest label of a heatmap's column that stands upright; longer ones are turned."""
 
 _LINE_STYLES = ("-", "--", ":", "-.")
 """Line styles of curves, each used for ten colours."""
@@ -146,6 +148,8 @@ def plot_heatmap(panels: Sequence[Panel], x: str, y: str, metric: str, path: Pat
         axes.set(xlabel=x, ylabel=y, xticks=range(len(columns)), yticks=range(len(lines)))
         axes.set_title(fill(title, MAX_TITLE_LETTERS), fontsize="small")
         axes.set(xticklabels=columns, yticklabels=lines)
+        if max(map(len, columns)) > MAX_UPRIGHT_LETTERS:
+            axes.tick_params(axis="x", rotation=30)
         figure.colorbar(image, ax=axes, label=best_label(metric) + (" %" if scale > 1 else ""))
     figure.savefig(path)
 
