@@ -6,7 +6,8 @@ examples of the round. (The authors' code averages the clients' means without we
 features from the passes of the last local epoch, each before its step. Here they are those of the
 client's last model, in evaluation.) The local loss adds lam times the mean squared difference
 between an example's features and the prototype of its class, as in the authors' code. An unknown
-prototype is NaN. Clients are evaluated with their classifiers.
+prototype is NaN. A client answers with the class of the nearest prototype, or with its classifier
+if `nearest` is false.
 
 Run: raysim run quickstart algorithm=fedproto partition.test.fraction=0.2 evaluate.every=0
 evaluate.clients.every=20
@@ -18,6 +19,9 @@ import torch
 
 from raysim.rules import Algorithm, ClientRule, ServerRule, Upload, task_loss
 
+UNKNOWN = 1e6
+"""Squared distance to the prototype of a class that nobody has had."""
+
 
 @dataclass(frozen=True)
 class FedProtoClient(ClientRule):
@@ -27,12 +31,20 @@ class FedProtoClient(ClientRule):
     supports_dp = False  # sums and counts have no noise
     lam: float = 1.0
     """Weight of the distance to the prototypes."""
+    nearest: bool = True
+    """Whether clients answer with the class of the nearest prototype."""
     needs = ("x", "prototypes")
     sends = {"sums": Upload(("C", "F"), mode="sum"), "counts": Upload(("C", 1), mode="sum")}
 
     def loss(self, shared, state, net, batch, task):
         apart = (net.features - shared["prototypes"][batch.y]).nan_to_num()
         return task_loss(net, batch) + self.lam * apart.square().mean(1)
+
+    def predict(self, shared, client_state, net, task):
+        if not self.nearest:
+            return net.logits
+        distances = torch.cdist(net.features, shared["prototypes"]).square()
+        return -distances.nan_to_num(nan=UNKNOWN)
 
     def finish(self, shared, state, client_state, data, task):
         of_class = torch.eye(task.classes).to(shared["x"])[data.examples.y]

@@ -287,6 +287,23 @@ class ClientRule(Rule):
         """
         return self.begin(shared, client_state, data, task)[0]
 
+    def predict(self, shared: State, client_state: State, net: Net, task: Task) -> Tensor:
+        """Return what a client answers for examples, for `evaluate.clients`.
+
+        The default is the outputs of the net with the parameters of `evaluated`. It is not called
+        in training.
+
+        Args:
+            shared: the server's broadcast.
+            client_state: what the client kept; see `init` and `evaluated`.
+            net: the forward pass on the examples in mode "eval": its logits, features and levels.
+            task: the client's task.
+
+        Returns:
+            The outputs [B, ...], of the shape of the net's; the metrics and the loss are theirs.
+        """
+        return net.logits
+
     def collude(self, uploads: State, others: State, cohort: Cohort) -> State:
         """Return the uploads that a group of colluding clients sends instead of its own.
 

@@ -20,11 +20,16 @@ from raysim.data.partition.clients import ExampleLists, VirtualClients
 from raysim.metrics import VALIDATION
 from raysim.models.flat import BoundModel
 from raysim.rules.contract import ClientRule, ServerRule, State, overridden
-from raysim.rules.errors.returned_values import check_evaluated, check_statistics_named
+from raysim.rules.errors.returned_values import (
+    check_evaluated,
+    check_predicted,
+    check_statistics_named,
+)
 from raysim.rules.errors.user_code import with_traceback
+from raysim.rules.losses import Net
 from raysim.rules.tasks.learning_task import TaskMetric
 from raysim.system.signals import reraise_stop
-from raysim.training.evaluation import measure
+from raysim.training.evaluation import Predict, measure
 from raysim.training.messages import Block, Broadcast, ClientEvaluation, ClientTask
 from raysim.training.personal import PARAMETERS_KEY, STATISTICS_KEY
 from raysim.training.trainers.group_trainer import GroupTrainer
@@ -88,6 +93,7 @@ class ClientEvaluator:
         """
         evaluations = []
         own_models: dict[int, State] = {}
+        predictions: dict[int, Predict | None] = {}
         for task in block.tasks:
             result = ClientEvaluation(
                 task.client,
@@ -95,8 +101,9 @@ class ClientEvaluator:
                 _n_examples(self.val, task.client),
             )
             try:
+                predict = predictions[task.client] = self._prediction(broadcasts[task.base], task)
                 w, buffers = self._model(broadcasts[task.base], task)
-                result.metrics = self._measure(task.client, w, buffers)
+                result.metrics = self._measure(task.client, w, buffers, predict)
                 if self.tuner is not None and self.has_own_models:
                     own_models[task.client] = {PARAMETERS_KEY: w, STATISTICS_KEY: buffers}
                     # Tensors that a rule returns may be those of the trainer, which the next client
@@ -107,7 +114,7 @@ class ClientEvaluator:
                 result.error = with_traceback(error)
             evaluations.append(result)
         if self.tuner is not None:
-            self._fine_tune(self.tuner, broadcasts, block, evaluations, own_models)
+            self._fine_tune(self.tuner, broadcasts, block, evaluations, own_models, predictions)
         return evaluations
 
     def _fine_tune(
@@ -117,6 +124,7 @@ class ClientEvaluator:
         block: Block,
         evaluations: Sequence[ClientEvaluation],
         own_models: Mapping[int, State],
+        predictions: Mapping[int, Predict | None],
     ) -> None:
         """Add the metrics after fine-tuning to the evaluations of a block's clients.
 
@@ -144,7 +152,10 @@ class ClientEvaluator:
                 continue
             try:
                 result.fine_tuned = self._measure(
-                    result.client, update.local_params, update.report["buffers"]
+                    result.client,
+                    update.local_params,
+                    update.report["buffers"],
+                    predictions[result.client],
                 )
             except BaseException as error:
                 reraise_stop(error)
@@ -157,8 +168,27 @@ class ClientEvaluator:
         trainer = self.trainer.of_client(task.client)
         return own_model(trainer, broadcast, task, self.training.client(task.client))
 
+    def _prediction(self, broadcast: Broadcast, task: ClientTask) -> Predict | None:
+        """Return the client's own way from a forward pass to outputs; None for the net's."""
+        trainer = self.trainer.of_client(task.client)
+        rule = trainer.rule.at(task.base)
+        if not overridden(rule, ["predict"]):
+            return None
+        mine = self.training.client(task.client)
+        received = trainer.start.receive(trainer.task, rule, broadcast, task, mine)
+        shared, client_state = received.broadcast.shared, received.client_state
+
+        def predict(net: Net) -> Tensor:
+            outputs = rule.predict(shared, client_state, net, trainer.task)
+            check_predicted(rule, outputs, net.logits.shape)
+            return outputs
+
+        return predict
+
     @torch.no_grad()
-    def _measure(self, client: int, w: Tensor, buffers: Tensor) -> dict[str, float]:
+    def _measure(
+        self, client: int, w: Tensor, buffers: Tensor, predict: Predict | None
+    ) -> dict[str, float]:
         """Return the metrics of a model on the test and validation examples of a client."""
         self.net.w.copy_(w)
         metrics: dict[str, float] = {}
@@ -177,6 +207,7 @@ class ClientEvaluator:
                 self.metrics,
                 # A copy, because lists of examples may be read-only, of which torch warns.
                 positions=torch.from_numpy(np.array(positions)),
+                predict=predict,
             )
             metrics |= {f"{prefix}{name}": value for name, value in values.items()}
         return metrics
@@ -229,4 +260,4 @@ def uses_own_models(config: Config, rule: ClientRule, server: ServerRule) -> boo
     local = config.local
     if local.personal or local.buffers == "personal" or overridden(server, ["sent_to"]):
         return True
-    return bool(overridden(rule, ["begin", "evaluated", "personal"]))
+    return bool(overridden(rule, ["begin", "evaluated", "personal", "predict"]))

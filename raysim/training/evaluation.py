@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,8 +14,13 @@ from raysim.data import Examples
 from raysim.errors import RaysimError, in_a_line
 from raysim.models.flat import BoundModel
 from raysim.rules.batch import Batch
+from raysim.rules.losses import Net
 from raysim.rules.tasks.learning_task import TaskMetric
 from raysim.rules.tasks.loss_task import LossTask
+from raysim.training.tasks.forward_pass import ForwardPass
+
+Predict = Callable[[Net], Tensor]
+"""Returns the outputs [B, ...] for the examples of a forward pass."""
 
 
 @torch.no_grad()
@@ -27,6 +32,7 @@ def measure(
     metrics: Sequence[TaskMetric],
     classes: int = 0,
     positions: Tensor | None = None,
+    predict: Predict | None = None,
 ) -> dict[str, float]:
     """Return the metrics and the mean loss of a net on examples, in mode "eval".
 
@@ -41,6 +47,7 @@ def measure(
         metrics: the metrics of the learning task to compute in addition to the loss.
         classes: number of classes for "accuracy/class_{c}"; 0: none.
         positions: [n], the positions of the examples that count; None: all.
+        predict: returns outputs from a forward pass; None: the net's own.
 
     Returns:
         The metrics by name, and "loss".
@@ -55,7 +62,7 @@ def measure(
         positions = torch.arange(len(examples))
     for part in positions.split(batch_size):
         x, y = examples.batch(part)
-        outputs = _outputs(net, buffers, x)
+        outputs = _outputs(net, buffers, x, predict)
         # The loss has weights of its own for examples that do not count in the metrics.
         loss.add(outputs, x, y)
         if (counted := net.model.learning_task.counted(y)) is not None:
@@ -63,7 +70,7 @@ def measure(
         for metric, parts in zip(metrics, rows, strict=True):
             with _named(metric):
                 own_x = metric.inputs(x)
-                own_outputs = outputs if own_x is x else _outputs(net, buffers, own_x)
+                own_outputs = outputs if own_x is x else _outputs(net, buffers, own_x, predict)
                 parts.append(metric.rows(own_outputs, y))
         if classes:
             hits = y[outputs.argmax(1) == y]
@@ -95,11 +102,19 @@ def _named(metric: TaskMetric) -> Iterator[None]:
         raise RaysimError(f"metric '{metric.name}' failed: {in_a_line(error)}") from error
 
 
-def _outputs(net: BoundModel, buffers: Tensor, x: Tensor) -> Tensor:
-    """Return the net's outputs for inputs x [B, ...], in mode "eval"."""
+def _outputs(net: BoundModel, buffers: Tensor, x: Tensor, predict: Predict | None) -> Tensor:
+    """Return the outputs for inputs x [B, ...], in mode "eval"."""
     if net.model.channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
-    return net.forward(x, "eval", buffers)
+    if predict is None:
+        return net.forward(x, "eval", buffers)
+
+    def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
+        out = net.forward(x, "eval", buffers, (), first, levels)
+        features, net.frame.features = net.frame.features, None
+        return out, None if features is None else features.flatten(1)
+
+    return predict(ForwardPass(net.model, x, call))
 
 
 def _whole(parts: list[Tensor]) -> np.ndarray:

@@ -430,6 +430,24 @@ def test_parameters_of_another_shape_are_refused(setup, rules):
         raysim.run(setup)
 
 
+def test_a_rule_may_answer_in_place_of_the_net(setup, rules):
+    setup |= {"client": f"{rules}:Three", "server": "fedavg"}
+    del setup["algorithm"]
+    result = raysim.run(setup, tracking=False)
+    plan = prepare(setup)
+    labels = {i: examples(plan, i)["test"][1] for i in at(result.clients, 2).index}
+    shares = {i: float((y == 3).float().mean()) for i, y in labels.items()}
+    assert at(result.clients, 2)["accuracy"].to_dict() == pytest.approx(shares)
+    assert 0 < result.history[-1]["clients/accuracy"] < 0.5
+
+
+def test_answers_of_another_shape_are_refused(setup, rules):
+    setup |= {"client": f"{rules}:Narrow", "server": "fedavg"}
+    del setup["algorithm"]
+    with pytest.raises(ClientError, match=r"predict of .* 'narrow' returns .*\[\d+, 9\]; return"):
+        raysim.run(setup, tracking=False)
+
+
 def test_a_run_without_evaluated_clients_says_so(setup):
     del setup["evaluate"]["clients"]
     with pytest.raises(ConfigError, match=r"evaluate\.clients"):

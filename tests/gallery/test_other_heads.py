@@ -87,12 +87,14 @@ def test_fedrod(mode, train):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fedproto(mode, train):
+@pytest.mark.parametrize("nearest", [True, False])
+def test_fedproto(mode, nearest, train):
     """Tan 2022, algorithm 1: local steps on cross-entropy + λ d(f(x), prototype of y); prototypes
-    are the mean features of a class, weighted by examples; models are never averaged."""
+    are the mean features of a class, weighted by examples; models are never averaged. An example is
+    of the class whose prototype is nearest."""
     done = train(
         mode,
-        client={"name": "personalised/fedproto.py:FedProtoClient", "lam": 0.7},
+        client={"name": "personalised/fedproto.py:FedProtoClient", "lam": 0.7, "nearest": nearest},
         server="personalised/fedproto.py:FedProtoServer",
         local={"personal": "*"},
     )
@@ -124,8 +126,15 @@ def test_fedproto(mode, train):
     for i, w in models.items():
         assert np.allclose(done.kept(i)["personal parameters"], w, rtol=1e-9)
     assert np.array_equal(done.xs[-1], x0)
-    loss = done.mean_test_loss(lambda i: models.get(i, x0))
-    assert done.records[-1]["clients/loss"] == pytest.approx(loss)
+    if nearest:
+        shares = []
+        for i, (X, y) in done.tests().items():
+            distances = torch.cdist(net(torch.from_numpy(models.get(i, x0)), X)[0], prototypes)
+            shares.append((distances.nan_to_num(torch.inf).argmin(1).numpy() == y).mean())
+        assert done.records[-1]["clients/accuracy"] == pytest.approx(np.mean(shares))
+    else:
+        loss = done.mean_test_loss(lambda i: models.get(i, x0))
+        assert done.records[-1]["clients/loss"] == pytest.approx(loss)
     used = sum(map(len, done.feed.cohorts))
     assert done.records[-1]["bytes_up"] == used * (10 * 8 + 10) * 8
     assert done.records[-1]["bytes_down"] == used * 10 * 8 * 8

@@ -80,15 +80,20 @@ class Done:
 
     def mean_test_loss(self, model: Callable[[int], np.ndarray]) -> float:
         """Return the mean over all clients of the test loss of `model(client)`."""
+        losses = [NET.loss(model(i), X, y) for i, (X, y) in self.tests().items()]
+        return float(np.mean(losses))
+
+    def tests(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """Return the test examples (X, y) of all clients that have some."""
         data, tests = self.engine.plan.dataset, self.engine.plan.clients.test
         scale, shift = (v.astype(np.float64)[:, None, None] for v in (data.scale, data.shift))
-        losses = []
+        found = {}
         for i in range(len(tests)):
             chosen = tests.client(i)
             if len(chosen):
                 x = data.x_test[chosen].astype(np.float64) * scale + shift
-                losses.append(NET.loss(model(i), x.reshape(len(x), -1), data.y_test[chosen]))
-        return float(np.mean(losses))
+                found[i] = x.reshape(len(x), -1), data.y_test[chosen]
+        return found
 
     def averaged(
         self, local: Callable[[np.ndarray, int, list[tuple[np.ndarray, np.ndarray]]], np.ndarray]

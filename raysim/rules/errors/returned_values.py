@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -239,6 +239,26 @@ def check_evaluated(rule: Rule, x: Tensor, buffers: Tensor, evaluated: Any) -> N
                 f"{like.dtype}"
                 + ("" if len(parts) == 2 else ", or a pair of parameters and BatchNorm statistics"),
             )
+
+
+def check_predicted(rule: Rule, outputs: Any, expected: Sequence[int]) -> None:
+    """Check that `predict` returned outputs.
+
+    Args:
+        rule: the client rule.
+        outputs: the value that `predict` returned.
+        expected: shape of the net's outputs.
+
+    Raises:
+        ContractError: it did not; names the rule, the method, its line and what to return.
+    """
+    if not isinstance(outputs, Tensor) or list(outputs.shape) != list(expected):
+        shape = f" {list(outputs.shape)}" if isinstance(outputs, Tensor) else ""
+        raise breach(
+            rule,
+            "predict",
+            f"returns {_kind(outputs)}{shape}; return outputs, a tensor {list(expected)}",
+        )
 
 
 def check_statistics_named(rule: Rule, method: str, w: Tensor, x: Tensor) -> None:

@@ -3,6 +3,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from raysim.rules import ClientRule
 
 
@@ -58,3 +60,19 @@ class Dies(ClientRule):
             Path(self.marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return shared["x"]
+
+
+@dataclass(frozen=True)
+class Three(ClientRule):
+    """Every client answers that all examples are of class 3."""
+
+    def predict(self, shared, client_state, net, task):
+        return net.logits + 1000 * torch.eye(task.classes).to(net.logits)[3]
+
+
+@dataclass(frozen=True)
+class Narrow(ClientRule):
+    """Answers with too few classes."""
+
+    def predict(self, shared, client_state, net, task):
+        return net.logits[:, 1:]
