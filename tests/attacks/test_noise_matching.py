@@ -151,7 +151,7 @@ def assert_refused(said: CommandResult, *words: str) -> None:
             {"rival": {"algorithm": "fedavg", "privacy.noise_multiplier": 1}},
             ("match", "privacy.noise_multiplier"),
         ),
-        ({"rival": {"algorithm": "fedag"}}, ("fedag", "fedavg")),
+        ({"rival": {"algorithm": "fedavgg"}}, ("fedavgg", "fedavg")),
         ({"rival": {"algorithm": "fedreg", "privacy.max_grad_norm": 1.0}}, ("privacy", "fedreg")),
         ({"tolerence": 1}, ("match.tolerence", "tolerance")),
         ({"attack": {"iteration": 9}}, ("match.attack.iteration", "iterations")),

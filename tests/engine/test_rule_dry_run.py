@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.batteries import NETS, SIZES
+from support.batteries import NETS, SIZES, is_usual, small
 from support.pairs import first_server, fits
 from support.programs import program
 
@@ -221,8 +221,10 @@ def test_a_rule_that_loops_is_compared_on_request(given):
 
 
 def clients() -> list[tuple[str, str]]:
-    """Every shipped client rule with a server rule that can feed it."""
-    return [(client, first_server(client, sorted(SERVER_RULES))) for client in sorted(CLIENT_RULES)]
+    """Every client rule for any net and data, with a server rule that can feed it."""
+    names = sorted(name for name, rule in CLIENT_RULES.items() if is_usual(rule()))
+    servers = sorted(name for name, rule in SERVER_RULES.items() if is_usual(rule()))
+    return [(client, first_server(client, ["fedavg", *servers])) for client in names]
 
 
 @pytest.mark.parametrize(("client", "server"), clients())
@@ -320,14 +322,15 @@ def test_a_failed_update_lists_the_uploads_that_it_received(updating, base, engi
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Every shipped server rule with a client rule that feeds it."""
+    """Every server rule for any net and data with a client rule that feeds it."""
+    names = sorted(name for name, rule in SERVER_RULES.items() if is_usual(rule()))
     return [
         next((c, s) for c in sorted(CLIENT_RULES, key=lambda c: (c != s, c)) if fits(c, s))
-        for s in sorted(SERVER_RULES)
+        for s in names
     ]
 
 
 @pytest.mark.parametrize(("client", "server"), pairs())
 def test_shipped_server_rules_pass(client, server, given):
-    plan = prepare({**given("Right"), "client": client, "server": server})
+    plan = prepare({**given("Right"), "client": client, "server": small(server)})
     assert broken_contract(plan) is None

@@ -83,10 +83,14 @@ def is_usual(rule: contract.ClientRule | contract.ServerRule) -> bool:
 
 
 def algorithm_of_each_client_rule() -> list[str]:
-    """Return algorithms that together use every client rule once; none is private by default."""
+    """Return algorithms that together use every client rule once; none is private by default.
+
+    Left out are those that need public data, and sub-models, which are for nets without BatchNorm.
+    """
     registry.discover()
     found: dict[type, str] = {}
     for name, algorithm in sorted(contract.ALGORITHMS.items()):
-        if "privacy" not in algorithm.defaults:
+        special = not is_plain(algorithm) or family(algorithm.module) == "submodels"
+        if "privacy" not in algorithm.defaults and not special:
             found.setdefault(algorithm.client, name)
     return sorted(found.values())

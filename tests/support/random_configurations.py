@@ -262,7 +262,9 @@ def pieces(drawing: Drawing, schema: dict[str, Any]) -> Iterator[Piece]:
     for section in sorted(set(sections) - NOT_VARIED):
         kind = sections[section]
         # A section without variants has keys that are independent of each other.
-        keys = drawing.resolved(kind)["properties"] if "$ref" in kind else {"": kind}
+        keys = (
+            drawing.resolved(kind).get("properties", {"": kind}) if "$ref" in kind else {"": kind}
+        )
         for key, of_key in keys.items():
             if drawing.rng.random() < (0.2 if key else 0.5):
                 piece = Piece(section, key, of_key, drawing.value(key or section, of_key))

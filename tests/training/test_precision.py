@@ -89,6 +89,7 @@ def test_a_cpu_says_that_it_has_no_tf32(seen, caplog):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 def test_a_gpu_gives_the_same_bits_again_and_others_than_float32(precision, base):
     def digest(chosen: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.batteries import is_usual
 from support.cohorts import sample_cohort
 from support.pairs import first_server
 from support.programs import program
@@ -260,8 +261,12 @@ def test_a_stage_can_be_given_an_upload(waves, engine):
 
 
 def rules() -> list[tuple[str, str]]:
-    """Every client rule with a server rule that it can feed, of its own name if there is one."""
-    return [(client, first_server(client, SERVER_RULES)) for client in sorted(CLIENT_RULES)]
+    """Every client rule with a server rule that it can feed, of its own name if there is one.
+
+    The first steps of FedRep change no shared parameter, so it has nothing to send in this test.
+    """
+    names = [name for name, rule in CLIENT_RULES.items() if is_usual(rule()) and name != "fedrep"]
+    return [(client, first_server(client, SERVER_RULES)) for client in sorted(names)]
 
 
 CHAIN = [

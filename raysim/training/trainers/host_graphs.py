@@ -8,7 +8,7 @@ client rule's step can be captured, and whether a replay gives what the step its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -54,8 +54,8 @@ class HostGraphs:
         """Return None: a CPU has no streams."""
 
     def on(self, stream: None) -> AbstractContextManager[Any]:
-        """Return a context that does nothing."""
-        return nullcontext()
+        """Return a context for what runs on a GPU, which computes by its formulas."""
+        return formulas_for_gpus()
 
     def fork(self, stream: None) -> None:
         """Do nothing: everything runs in turn."""
