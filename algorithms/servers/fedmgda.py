@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import Algorithm, ServerRule
-from raysim.rules.rule import Logged
+from raysim.rules import Algorithm, Logged, ServerRule
 
 
 @dataclass(frozen=True)
