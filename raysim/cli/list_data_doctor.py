@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -220,7 +221,10 @@ def list_(
     ] = None,
     family: Annotated[
         str | None,
-        typer.Option(help="of algorithms, clients, servers: those of one family, such as robust"),
+        typer.Option(
+            help="of algorithms, clients, servers: those of one family, such as robust, or of all; "
+            "algorithms of families are listed only with it"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
@@ -229,8 +233,7 @@ def list_(
         _print_page(listing, name, as_json)
         return
     rows = _catalogue(listing) if listing else [{"raysim list": word} for word in LISTABLE]
-    if family is not None:
-        rows = _of_family(rows, family, listing)
+    rows, others = _of_family(rows, family, listing)
     if as_json:
         say(json.dumps(rows))
         return
@@ -240,18 +243,36 @@ def list_(
     for row in rows:
         table.add_row(*map(str, row.values()))
     print_table(table)
+    if others:
+        counts = ", ".join(f"{name} {number}" for name, number in Counter(others).items())
+        say(
+            f"\n{len(others)} more in families: {counts}; "
+            "`raysim list algorithms --family robust` lists those of one, `--family all` all"
+        )
 
 
-def _of_family(rows: list[CatalogueRow], family: str, listing: str | None) -> list[CatalogueRow]:
-    """Return the rows of one family of methods."""
+def _of_family(
+    rows: list[CatalogueRow], family: str | None, listing: str | None
+) -> tuple[list[CatalogueRow], list[str]]:
+    """Return the rows of one family of methods, and the family of each that is left out unasked."""
+    from raysim.rules.rule import GENERAL
+
     families = sorted({row["family"] for row in rows if row.get("family")})
+    if family is None:
+        if listing != "algorithms":
+            return rows, []
+        others = [row["family"] for row in rows if row["family"] not in ("", GENERAL)]
+        return [row for row in rows if row["family"] in ("", GENERAL)], others
     if not families:
         raise ConfigError("--family: is for lists of algorithms, clients and servers")
+    if family == "all":
+        return rows, []
     if family not in families:
+        known = [*families, "all"]
         raise ConfigError(
-            f"--family: no {listing} of family '{family}'{did_you_mean(family, families)}"
+            f"--family: no {listing} of family '{family}'{did_you_mean(family, known)}"
         )
-    return [row for row in rows if row["family"] == family]
+    return [row for row in rows if row["family"] == family], []
 
 
 def _print_page(listing: str | None, name: str, as_json: bool) -> None:

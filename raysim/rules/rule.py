@@ -125,14 +125,18 @@ SHIPPED_PACKAGE = "raysim.algorithms"
 """Package of the shipped methods (the folder algorithms/), and entry-point group of others."""
 
 
+GENERAL = "general"
+"""Family of the methods whose files are in no folder of a family."""
+
+
 def family(module: str) -> str:
-    """Return the family of a shipped method: the folder of its file, "general" outside of folders.
+    """Return the family of a shipped method: the folder of its file, `GENERAL` outside of folders.
 
     Args:
         module: the method's module, such as raysim.algorithms.robust.krum.
     """
     folder = module.removeprefix(f"{SHIPPED_PACKAGE}.").rpartition(".")[0]
-    return folder if module.startswith(f"{SHIPPED_PACKAGE}.") and folder else "general"
+    return folder if module.startswith(f"{SHIPPED_PACKAGE}.") and folder else GENERAL
 
 
 def register(cls: type[Rule], registry: dict, suffix: str) -> None:

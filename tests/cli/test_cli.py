@@ -252,7 +252,8 @@ def test_ones_own_method_by_path(raysim_, small, source):
     ],
 )
 def test_list(raysim_, what, columns, some):
-    said = raysim_("list", what, "--json")
+    whole = ["--family", "all"] if what == "algorithms" else []
+    said = raysim_("list", what, "--json", *whole)
     assert said.code == 0 and len(said.out.splitlines()) == 1
     rows = said.last
     assert all(
@@ -260,8 +261,29 @@ def test_list(raysim_, what, columns, some):
     )
     found = {row["name"] for row in rows}
     assert some <= found and len(found) == len(rows) and all(row.get("what", "x") for row in rows)
-    table = raysim_("list", what)
+    table = raysim_("list", what, *whole)
     assert table.code == 0 and all(name in table.out for name in found)
+
+
+def test_algorithms_of_families_are_listed_by_family(raysim_):
+    def names(*options: str) -> set[str]:
+        return {row["name"] for row in raysim_("list", "algorithms", "--json", *options).last}
+
+    assert {"gradma", "fedreg", "fedhist"} <= names() and "ditto" not in names()
+    assert {"krum", "median"} <= names("--family", "robust") and not names(
+        "--family", "robust"
+    ) & names()
+    assert names("--family", "all") == set(ALGORITHMS)
+    said = raysim_("list", "algorithms").out.splitlines()[-1]
+    assert re.search(r"^\d+ more in families: .*robust \d+.*--family robust", said)
+    attackers = raysim_("list", "clients", "--family", "attackers", "--json").last
+    assert {row["name"] for row in attackers} >= {"alie", "sign_flip"}
+    for listing, family in (
+        ("algorithms", "robst"),
+        ("algorithms", "attackers"),
+        ("models", "robust"),
+    ):
+        assert raysim_("list", listing, "--family", family).code == 2
 
 
 def test_list_alone_says_what_can_be_listed(raysim_):

@@ -33,7 +33,7 @@ from raysim.rules.contract import (
 )
 from raysim.rules.errors.user_code import class_defined_at
 from raysim.rules.methods.misspelled_methods import refuse_misspelled_methods, untyped
-from raysim.rules.rule import Rule, family
+from raysim.rules.rule import GENERAL, Rule, family
 from raysim.spelling import did_you_mean
 from raysim.system.signals import reraise_stop
 
@@ -92,7 +92,7 @@ def is_tried(rule: Rule) -> bool:
     Args:
         rule: a client or server rule.
     """
-    return not is_shipped(rule) or family(type(rule).__module__) != "general"
+    return not is_shipped(rule) or family(type(rule).__module__) != GENERAL
 
 
 def rule_reference(rule: type[Rule], algorithm: str) -> str:
