@@ -255,12 +255,12 @@ def _of_family(
     rows: list[CatalogueRow], family: str | None, listing: str | None
 ) -> tuple[list[CatalogueRow], list[str]]:
     """Return the rows of one family of methods, and the family of each that is left out unasked."""
-    from raysim.rules.rule import GENERAL
-
     families = sorted({row["family"] for row in rows if row.get("family")})
     if family is None:
         if listing != "algorithms":
             return rows, []
+        from raysim.rules.rule import GENERAL  # with torch, which other lists do without
+
         others = [row["family"] for row in rows if row["family"] not in ("", GENERAL)]
         return [row for row in rows if row["family"] in ("", GENERAL)], others
     if not families:
