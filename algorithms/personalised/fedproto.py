@@ -32,7 +32,7 @@ class FedProtoClient(ClientRule):
     lam: float = 1.0
     """Weight of the distance to the prototypes."""
     nearest: bool = True
-    """Whether clients answer with the class of the nearest prototype."""
+    """Answer with the class of the nearest prototype; false: with the classifier."""
     needs = ("x", "prototypes")
     sends = {"sums": Upload(("C", "F"), mode="sum"), "counts": Upload(("C", 1), mode="sum")}
 

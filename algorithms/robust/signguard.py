@@ -51,7 +51,7 @@ class SignGuardServer(ServerRule):
 
 
 def largest_cluster(features):
-    """Return whether each row of features [K, 3] is in the largest cluster, [K]."""
+    """Return a mask [K] of the rows of features [K, 3] in the largest cluster."""
     from sklearn.cluster import MeanShift, estimate_bandwidth  # slow to import
 
     width = estimate_bandwidth(features, quantile=0.5, n_samples=50, random_state=0)

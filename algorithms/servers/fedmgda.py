@@ -23,7 +23,7 @@ class FedMGDAServer(ServerRule):
 
     counts_equally = True
     uploads = {"delta": "per_client"}
-    logs = (Logged("mgda_failed", "whether the weights are 1/K because their solver failed"),)
+    logs = (Logged("mgda_failed", "1 if the solver failed, so that the weights are 1/K"),)
     epsilon: float = 0.1
     """Largest difference of a weight from 1/K."""
 

@@ -61,11 +61,10 @@ def _rules(side: Literal["client", "server"]) -> list[CatalogueRow]:
     from raysim.rules.methods import registry
     from raysim.rules.rule import family
 
-    rows = []
-    for name, cls, origin in registry.catalogue(side):
-        (row,) = _described([(name, cls, origin)])
-        place = family(cls.__module__) if origin == "raysim" else ""
-        rows.append({"name": name, "from": origin, "family": place, **row})
+    catalogue = list(registry.catalogue(side))
+    rows = _described(catalogue)
+    for row, (_, cls, origin) in zip(rows, catalogue, strict=True):
+        row["family"] = family(cls.__module__) if origin == "raysim" else ""
     return rows
 
 

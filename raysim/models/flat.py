@@ -400,7 +400,7 @@ class Model:
 
     def passes(self) -> AbstractContextManager[None]:
         """Return a context for a forward and backward pass in this model's precision."""
-        # Backward of a pass under autocast has its types; that of TF32 is told here again.
+        # Autograd keeps the types of autocast by itself; TF32 has to be allowed in both passes.
         return tf32() if self.precision == "tf32" else nullcontext()
 
     def in_precision(

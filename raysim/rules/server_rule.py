@@ -34,7 +34,7 @@ class ServerRule(Rule):
     needs_base_params: ClassVar[bool] = False
     """Whether `update` reads `reports.bases`."""
     counts_equally: ClassVar[bool] = False
-    """Whether all clients count equally, so that other weights are refused."""
+    """True if all clients count equally in `update`; other `weights` are refused."""
     weights_after_training: ClassVar[bool] = False
     """Whether the weights depend on the uploads; `update` then calls `reports.set_weights`."""
     selects_with_replacement: ClassVar[bool] = False
