@@ -3,7 +3,7 @@
 The server keeps a cloud model u_i for each client: a mixture of the last models of the round's
 clients, in which similar ones count more: u_i = (1 - sum_j xi_ij) w_i + sum_j xi_ij w_j over
 j != i, with xi_ij = alpha exp(-|w_i - w_j|² / sigma) / sigma. A client starts at u_i and minimises
-f(w) + lam/2 |w - u_i|². Clients that are not in a round keep their cloud models. There is no global
+f(w) + mu/2 |w - u_i|². Clients that are not in a round keep their cloud models. There is no global
 model, so evaluate the clients. In PFLlib a client goes on from its own model, and u_i only pulls.
 
 Run: raysim run quickstart algorithm=fedamp partition.test.fraction=0.2 evaluate.every=0
@@ -14,20 +14,18 @@ from dataclasses import dataclass
 
 import torch
 
-from raysim.rules import Algorithm, ClientRule, ServerRule
+from raysim.algorithms.fedprox import FedProxClient
+from raysim.rules import Algorithm, ServerRule
 
 EXACT = "donot_use_mm_for_euclid_dist"  # a matrix product cancels if models are alike
 
 
 @dataclass(frozen=True)
-class FedAMPClient(ClientRule):
+class FedAMPClient(FedProxClient):
     """Local SGD that is pulled towards the client's cloud model."""
 
-    lam: float = 1.0
+    mu: float = 1.0
     """Strength of the pull."""
-
-    def direction(self, shared, state, batch, task):
-        return task.grad(state["w"], batch) + self.lam * (state["w"] - shared["x"])
 
 
 @dataclass(frozen=True)

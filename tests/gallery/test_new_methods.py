@@ -146,7 +146,7 @@ def test_fedamp(mode, train):
     """Huang 2021, algorithm 1: u_i = (1 - Σ ξ_ij) w_i + Σ ξ_ij w_j with ξ_ij = α A'(|w_i - w_j|²)
     and A(d) = 1 - exp(-d / σ); w_i from u_i on f(w) + λ/2 |w - u_i|². Those who were away keep u_i."""
     sigma, alpha, lam = 0.5, 0.1, 0.7
-    done = train(mode, {"name": "fedamp", "sigma": sigma, "alpha": alpha, "lam": lam})
+    done = train(mode, {"name": "fedamp", "sigma": sigma, "alpha": alpha, "mu": lam})
     clouds = {i: done.feed.x0 for i in range(len(SIZES))}
     weights, mixed = [], set()
     for t, cohort in enumerate(done.feed.cohorts):
