@@ -1,6 +1,7 @@
 """Gaussian attackers (Blanchard et al., NeurIPS 2017).
 
-An attacker sends noise in place of its update: delta = sigma z, where z is standard normal.
+An attacker sends noise in place of its update: delta = mean + sigma z, where z is standard normal.
+The paper has mean 0; Blades has 0.1.
 
 Run: raysim run methods/gaussian_noise groups.attackers.share=0.3
 """
@@ -17,7 +18,9 @@ class GaussianNoiseClient(ClientRule):
     name = "gaussian_noise"
     sigma: float = 0.1
     """Standard deviation of each coordinate. The paper has 200."""
+    mean: float = 0.0
+    """Mean of each coordinate."""
 
     def finish(self, shared, state, client_state, data, task):
         z = task.rng("attack").standard_normal(len(state["w"]))
-        return {"delta": self.sigma * state["w"].new_tensor(z)}, {}
+        return {"delta": self.mean + self.sigma * state["w"].new_tensor(z)}, {}
