@@ -21,11 +21,10 @@ def merged(dataset: str) -> dict:
         dataset: a name that `raysim list data` shows, such as fashionmnist.
     """
     data = load_dataset(Data(name=dataset))
-    halves = {"x": np.concatenate([data.x, data.x_test]), "y": np.concatenate([data.y, data.y_test])}
-    for name in "x", "x_test":
-        pixels = halves.get(name, data.x_test)
-        halves[name] = pixels.astype(np.float32) / 127.5 - 1
-    return {**halves, "y_test": data.y_test, "classes": data.n_classes}
+    x = np.concatenate([data.x, data.x_test]).astype(np.float32) / 127.5 - 1
+    y = np.concatenate([data.y, data.y_test])
+    test = x[len(data.x) :], data.y_test
+    return {"train": (x, y), "test": test, "classes": data.n_classes}
 
 
 def dirichlet(
