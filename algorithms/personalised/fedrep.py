@@ -1,9 +1,9 @@
 """FedRep (Collins et al., ICML 2021).
 
-The classifier is personal, the body is shared. A client's first `head_steps` steps train the
-classifier, the others the body.
+The classifier is personal, the body is shared. A client's first steps, `head_share` of them, train
+the classifier, the others the body. PFLlib's one epoch of each is local.epochs=2 with the share 0.5.
 
-Run: raysim run quickstart algorithm=fedrep algorithm.head_steps=2 partition.test.fraction=0.2
+Run: raysim run quickstart algorithm=fedrep algorithm.head_share=0.4 partition.test.fraction=0.2
 evaluate.clients.every=20
 """
 
@@ -19,20 +19,25 @@ from raysim.rules import Algorithm, ClientRule
 class FedRepClient(ClientRule):
     """The classifier is personal. Its steps come first, then those of the body."""
 
-    head_steps: int = 3
-    """Local steps of the classifier; the body has those that are left."""
+    head_share: float = 0.6
+    """Share of a client's local steps that train the classifier; the body has at least one."""
+
+    def check(self, problem):
+        if not 0 <= self.head_share <= 1:
+            raise ValueError("head_share: a share of the local steps is from 0 to 1")
 
     def personal(self, task):
         return task.part("classifier")
 
     def init(self, shared, client_state, data, task):
-        return {"head": task.part("classifier"), "step": torch.zeros_like(task.x0[0])}
+        left = min(round(self.head_share * task.steps), task.steps - 1)
+        return {"head": task.part("classifier"), "left": task.x0.new_tensor(left)}
 
     def step(self, shared, state, batch, task):
-        in_turn = state["head"] == (state["step"] < self.head_steps)
+        in_turn = state["head"] == (state["left"] > 0)
         w = task.descend(state["w"], task.grad(state["w"], batch) * in_turn)
         w = torch.where(in_turn, w, state["w"])  # no weight decay or momentum out of turn
-        return {**state, "w": w, "step": state["step"] + 1}
+        return {**state, "w": w, "left": state["left"] - 1}
 
 
 Algorithm(

@@ -109,9 +109,9 @@ def test_fedper_is_local_sgd_on_the_shared_body_and_an_own_head(mode, run):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fedrep_trains_the_head_first_and_then_the_body(mode, run):
-    """Collins 2021, algorithm 1: τ steps of h_i with the body fixed, then steps of the body with
+    """Collins 2021, algorithm 1: a share of the steps on h_i with the body fixed, then steps of the body with
     h_i fixed; here of gradients with weight decay 0.1."""
-    client = {"name": f"{run.rules['fedrep']}:FedRepClient", "head_steps": 2}
+    client = {"name": f"{run.rules['fedrep']}:FedRepClient", "head_share": 0.6}
     done, _ = run.train(mode, client=client, local={"optimizer": {"weight_decay": 0.1}})
     heads: dict[int, np.ndarray] = {}
 
@@ -120,7 +120,7 @@ def test_fedrep_trains_the_head_first_and_then_the_body(mode, run):
         for step, grad in enumerate(grads):
             w = np.concatenate([body, head])
             g = grad(w) + 0.1 * w
-            if step < 2:
+            if step < min(round(0.6 * len(grads)), len(grads) - 1):
                 head = head - LR * g[BODY:]
             else:
                 body = body - LR * g[:BODY]

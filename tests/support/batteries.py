@@ -50,7 +50,7 @@ FEW: dict[str, dict[str, Any]] = {
     "fedlc": {"tau": 0.05},  # else clients of one class have no gradient
     "fedreg": {"ascent": 2},  # 10 steps for its images by default
     "fedreg_mg": {"ascent": 2},
-    "fedrep": {"head_steps": 1},  # of three local steps
+    "fedrep": {"head_share": 0.3},  # one of three local steps
 }
 """Settings of rules for short runs of few clients."""
 
