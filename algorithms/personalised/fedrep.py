@@ -1,7 +1,7 @@
 """FedRep (Collins et al., ICML 2021).
 
-The classifier is personal, the body is shared. A client's first steps, `head_share` of them, train
-the classifier, the others the body. PFLlib's one epoch of each is local.epochs=2 with the share 0.5.
+The classifier is personal, the body is shared. The first steps of a client, `head_share` of them,
+train the classifier, the others the body. PFLlib's one epoch of each is local.epochs=2 and 0.5.
 
 Run: raysim run quickstart algorithm=fedrep algorithm.head_share=0.4 partition.test.fraction=0.2
 evaluate.clients.every=20

@@ -82,11 +82,11 @@ def read_run_config(
         )
     if raw.pop("sweep", None) is not None:
         file = "this configuration" if isinstance(source, Mapping) else str(source)
-        chosen = [] if isinstance(overrides, Mapping) else [shlex.quote(text) for text in overrides]
-        command = " --where ".join([f"raysim sweep {file}", *(chosen or ["seed=1"])])
+        given = [] if isinstance(overrides, Mapping) else overrides
+        command = " ".join([f"raysim sweep {file}", *map(shlex.quote, given)])
         raise ConfigError(
-            f"sweep: {file} describes several runs, itself or by what it extends; `raysim sweep "
-            f"{file}` trains them, and `{command}` those with these values"
+            f"sweep: {file} describes several runs, itself or by what it extends; `{command}` "
+            "trains them, and `--where seed=1` only those with a value"
         )
     if "match" in raw:
         raise ConfigError(

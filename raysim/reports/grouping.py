@@ -290,12 +290,17 @@ def _divided(
     return divided
 
 
-def apart(runs: Sequence[TrackedRun], keys: Sequence[str]) -> list[tuple[str, list[TrackedRun]]]:
+def apart(
+    runs: Sequence[TrackedRun],
+    keys: Sequence[str],
+    say: Callable[[str], None] = lambda line: None,
+) -> list[tuple[str, list[TrackedRun]]]:
     """Return runs split by all parameters that differ except some.
 
     Args:
         runs: Runs to split. Runs that lack a parameter of `keys` are omitted.
         keys: Parameters that may differ within a part.
+        say: Called with one line if runs are omitted.
 
     Returns:
         (label, runs) of each part, sorted by the values of the other parameters.
@@ -305,6 +310,11 @@ def apart(runs: Sequence[TrackedRun], keys: Sequence[str]) -> list[tuple[str, li
     """
     known = set(resolved(runs, keys, "x and y (--x and --y)"))
     complete = [run for run in runs if known <= run.params.keys()]
+    n_omitted = len(runs) - len(complete)
+    if n_omitted:
+        say(
+            f"left out: {n_omitted} {'run' if n_omitted == 1 else 'runs'} without {' or '.join(keys)}"
+        )
     differing = varied([run.params for run in complete])
     parts = _divided(complete, [key for key in differing if key not in known])
     labels = map(label, readable([named for named, _ in parts]))

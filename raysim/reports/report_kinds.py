@@ -159,7 +159,7 @@ def _heatmap(runs: Sequence[TrackedRun], x: str, y: str, say: Say) -> Report:
     metric = runs[0].metric
     records = []
     grids = []
-    for panel, members in apart(runs, [x, y]):
+    for panel, members in apart(runs, [x, y], say):
         columns, lines, cells = grid(members, x, y, metric, say)
         grids.append((panel, columns, lines, cells))
         records += [(panel, *pair, mean) for pair, mean in cells.items()]

@@ -286,6 +286,12 @@ def test_algorithms_of_families_are_listed_by_family(raysim_):
         assert raysim_("list", listing, "--family", family).code == 2
 
 
+def test_a_rule_of_no_algorithm_is_set_in_groups(raysim_):
+    assert "client={name: fedprox}" in raysim_("list", "clients", "fedprox").out
+    attacker = raysim_("list", "clients", "label_flip").out
+    assert "groups.label_flip={share: 0.2, client: {name: label_flip}}" in attacker
+
+
 def test_list_alone_says_what_can_be_listed(raysim_):
     said = raysim_("list")
     assert said.code == 0 and said.err == ""

@@ -389,6 +389,13 @@ def test_parts_over_two_parameters_differ_in_nothing_else(tmp_path: Path):
     assert (tmp_path / "h.png").stat().st_size > 4000
 
 
+def test_runs_without_a_parameter_of_an_axis_are_named():
+    runs = [run(beta1, server__beta1=beta1) for beta1 in (0, 0.5)]
+    said: list[str] = []
+    assert len(apart([*runs, run(0.3)], ["server.beta1"], said.append)) == 1
+    assert said == ["left out: 1 run without server.beta1"]
+
+
 def test_panels(tmp_path: Path):
     found = curves(swept(), panels=["partition.alpha"])
     assert {(curve.panel, curve.label) for curve in found} == {

@@ -363,6 +363,10 @@ def test_a_sweep_is_not_a_run(here, capsys, monkeypatch):
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 2 and "raysim sweep many.yaml" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["raysim", "run", "many.yaml", "rounds=2"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "`raysim sweep many.yaml rounds=2` trains them" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="several runs"):
         raysim.run({**SMALL, "sweep": {"seed": [1]}})
 

@@ -109,5 +109,15 @@ def _setting(listing: str, name: str, rows: list[KeyRow]) -> str:
         return f"{name}={{{', '.join(keys)}}}"
     tag = "unit" if listing == "privacy" else "name"
     entry = f"{{{', '.join([f'{tag}: {name}', *keys])}}}"
+    if listing == "clients" and _is_for_groups(name):
+        return f"groups.{name}={{share: 0.2, client: {entry}}}"
     place = PLACES[listing]
     return f"{place}=[{entry}]" if place in LISTS else f"{place}={entry}"
+
+
+def _is_for_groups(name: str) -> bool:
+    """Return whether a client rule belongs to no algorithm: only some clients have it."""
+    from raysim.rules.contract import ALGORITHMS, CLIENT_RULES
+
+    paired = {algorithm.client for algorithm in ALGORITHMS.values()}
+    return name in CLIENT_RULES and CLIENT_RULES[name] not in paired

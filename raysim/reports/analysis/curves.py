@@ -97,7 +97,7 @@ def along(
     if target is not None:
         refuse_unreachable(target, metric)
     result = []
-    for text, members in apart(runs, [x]):
+    for text, members in apart(runs, [x], say):
         (key,) = resolved(members, [x], "x (--x)")
         table = rows(members, metric, target=target, group=[x], say=say)
         values: list[str] = []
