@@ -312,9 +312,8 @@ def apart(
     complete = [run for run in runs if known <= run.params.keys()]
     n_omitted = len(runs) - len(complete)
     if n_omitted:
-        say(
-            f"left out: {n_omitted} {'run' if n_omitted == 1 else 'runs'} without {' or '.join(keys)}"
-        )
+        runs_text = "run" if n_omitted == 1 else "runs"
+        say(f"left out: {n_omitted} {runs_text} without {' or '.join(keys)}")
     differing = varied([run.params for run in complete])
     parts = _divided(complete, [key for key in differing if key not in known])
     labels = map(label, readable([named for named, _ in parts]))
