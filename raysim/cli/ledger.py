@@ -57,8 +57,8 @@ def check(
         int,
         typer.Option(
             min=0,
-            help="rows to train again, to compare their digests: first those of this CPU, then by "
-            "fingerprint, which is as good as a random order",
+            help="rows to train again, to compare their digests: drawn at random, those of this "
+            "kind of CPU first",
         ),
     ] = 0,
     where: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -58,16 +59,16 @@ class Recomputed:
 
 
 def comparable(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows that can be computed again, with those of this kind of CPU first.
+    """Return the rows that can be computed again in random order, those of this kind of CPU first.
 
-    Their order is otherwise that of their fingerprints: a choice as good as a random one, but
-    always the same.
+    So many checks of one row each come to check all rows.
 
     Args:
         rows: rows of any ledgers. Rows without a digest and those of stopped trials are left out.
     """
     full = [row for row in rows if row.digest and not row.stopped]
-    return sorted(full, key=lambda row: (not may_be_this_kind(row.cpu), row.fingerprint))
+    random.shuffle(full)
+    return sorted(full, key=lambda row: not may_be_this_kind(row.cpu))
 
 
 def having(rows: Sequence[Row], where: Sequence[str]) -> list[Row]:
