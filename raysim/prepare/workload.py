@@ -133,7 +133,8 @@ def build_problem(
         name=config.model.name,
     )
     checks.check_net_is_finite(config, net)
-    check_reading(net, model)
+    of_net = {"data", "model", "task", "dtype"}
+    check_reading(net, model, config.model_dump_json(include=of_net))
     problem = Problem(
         n_clients=len(clients),
         cohort=config.schedule.size,

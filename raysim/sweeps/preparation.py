@@ -22,6 +22,7 @@ from raysim.config.tracking_uri import redacted_uri
 from raysim.engine import early_stop
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
+from raysim.models.checks.against_pytorch import comparing_once
 from raysim.prepare import resolve
 from raysim.reports import grouping
 from raysim.reports.claims.claim_section import Claim, check_sides, read_claims
@@ -180,6 +181,7 @@ def prepare_sweep(
     return Sweep(name, trials, axes, spec.drawn, base, merged, sweep_folder, settings)
 
 
+@comparing_once()
 def _resolved_trials(spec: SweepSpec, axes: Collection[str], root: Path) -> dict[str, Trial]:
     """Return the checked trials of a sweep by their keys, with folders below `root`."""
     trials: dict[str, Trial] = {}

@@ -65,10 +65,10 @@ def check_shipped_nets_once(replace: Callable[[Any, str, Any], None]) -> None:
     replace(workload, "check_reading", _check_reading)
 
 
-def _check_reading(net: nn.Module, model: Model) -> None:
+def _check_reading(net: nn.Module, model: Model, settings: str) -> None:
     facts = (repr(net), model.shape, model.dtype, type(model.learning_task), model.size)
     if facts not in _CHECKED or torch.get_default_dtype() != torch.float32:
-        check_reading(net, model)
+        check_reading(net, model, settings)
         if model.name in build.NETS:
             _CHECKED.add(facts)
 

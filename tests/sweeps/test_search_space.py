@@ -14,7 +14,8 @@ from support.sweeps import SMALL, values, written
 import raysim
 from raysim import cli
 from raysim.errors import ConfigError
-from raysim.prepare import resolve
+from raysim.models.checks import against_pytorch
+from raysim.prepare import resolve, workload
 from raysim.sweeps import ray_tune, runner, search_space
 from raysim.sweeps.preparation import prepare_sweep
 
@@ -194,6 +195,16 @@ def test_a_trial_is_known_by_what_it_computes(here):
         prepare_sweep(SMALL, ["seed=0..1"], "elsewhere").trials[0].folder.parents[1]
         == here / "elsewhere" / "swept"
     )
+
+
+def test_a_net_of_many_trials_is_compared_with_pytorch_once_in_a_sweep(monkeypatch):
+    compared = []
+    monkeypatch.setattr(workload, "check_reading", against_pytorch.check_reading)
+    monkeypatch.setattr(against_pytorch, "_compare", lambda net, *given: compared.append(net))
+    axes = ["seed=0..2", "local.lr=0.1,0.2", 'model={"name": "mlp", "hidden": [4]},logistic']
+    assert len(prepare_sweep(SMALL, axes).trials) == 12 and len(compared) == 2
+    prepare_sweep(SMALL, axes)
+    assert len(compared) == 4, "a net may have changed between two sweeps"
 
 
 def test_small_trials_by_default():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +49,27 @@ class Pass:
     """The outputs of each layer in its last call, by its name, in the order of the calls."""
 
 
+_COMPARED: ContextVar[set[str] | None] = ContextVar("nets that were compared", default=None)
+
+
+@contextmanager
+def comparing_once() -> Iterator[None]:
+    """Compare nets of equal settings once inside of this, as the trials of a sweep have them."""
+    token = _COMPARED.set(set())
+    try:
+        yield
+    finally:
+        _COMPARED.reset(token)
+
+
 @torch.enable_grad()
-def check_reading(net: nn.Module, model: Model) -> None:
+def check_reading(net: nn.Module, model: Model, settings: str = "") -> None:
     """Compare a net that was read with PyTorch's own passes of it.
 
     Args:
         net: the net as the user wrote it; not changed.
         model: the net as raysim reads it.
+        settings: what determines the net but for its initial values, see `comparing_once`.
 
     Raises:
         ConfigError: they differ, or the net's passes depend on something else than its parameters,
@@ -66,12 +81,17 @@ def check_reading(net: nn.Module, model: Model) -> None:
             "other processes of a run do not know; remove torch.set_default_dtype, and set the key "
             "dtype (float32, float64)"
         )
+    compared = _COMPARED.get()
+    if compared is not None and settings in compared:
+        return
     x, y = model.examples(EXAMPLES)
     with _named_failure(model):
         refuse_draws(net, model, x)
         refuse_hidden_state(net, model, x)
         _refuse_foreign_parameters(net, model, x, y)
         _compare(net, model, x, y)
+    if compared is not None:
+        compared.add(settings)
 
 
 def check_same_outputs(model: Model, expected: Tensor) -> None:
