@@ -14,11 +14,11 @@ from raysim.training.batches.step_numbers import StepNumbers
 from raysim.training.messages import ClientTask
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-KINDS = ("uniform", "random", "float32"), ("uniform64", "random", "float64"), (
-    "normal",
-    "standard_normal",
-    "float32",
-)  # fmt: skip
+KINDS = [
+    ("uniform", "random", "float32"),
+    ("uniform64", "random", "float64"),
+    ("normal", "standard_normal", "float32"),
+]
 
 
 @pytest.fixture
