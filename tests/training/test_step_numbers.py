@@ -28,10 +28,11 @@ def computed(monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("limit", [1, 100, 1000])
 @pytest.mark.parametrize(("distribution", "method", "dtype"), KINDS)
 def test_tasks_take_the_numbers_of_their_generators(
-    distribution, method, dtype, limit, device, monkeypatch, computed
+    distribution, method, dtype, limit, ahead, device, monkeypatch, computed
 ):
     """Also if several tasks are computed together, and if they take turns."""
     if device == "cuda" and not torch.cuda.is_available():
@@ -41,7 +42,8 @@ def test_tasks_take_the_numbers_of_their_generators(
     counts = [12, 0, 40, 8, 20]
     numbers = StepNumbers(7, "dice", distribution, tasks, counts, torch.device(device))
     streams = [generator(7, "dice", 2, client) for client in range(5)]
-    numbers.compute_all()
+    if ahead:
+        numbers.compute_all()
     for _ in range(4):
         for k, count in enumerate(counts):
             taken = numbers.take(k, count // 4, 1).cpu().numpy()

@@ -60,6 +60,8 @@ class StepNumbers:
         self._computed: dict[int, Tensor] = {}
         """Numbers that the device has computed, of each task that has not taken all of them."""
         self._taken = [0] * len(tasks)
+        self._together = True
+        """Whether tasks are computed together; not if they use streams of their own."""
 
     def take(self, k: int, *shape: int) -> Tensor:
         """Return the next numbers of a task.
@@ -94,18 +96,24 @@ class StepNumbers:
         return np.asarray(draw(shape, dtype=dtype), dtype=dtype)
 
     def compute_all(self) -> None:
-        """Compute the numbers of all tasks on the current stream, unless NumPy draws them."""
-        if not self._generators:
-            for k, count in enumerate(self._counts):
-                if count and k not in self._computed:
-                    self._compute(k)
+        """Prepare for tasks on streams of their own: compute all numbers on the current stream.
+
+        Numbers of more than one call are not computed before their task, since they take memory.
+        Does nothing if NumPy draws the numbers.
+        """
+        if self._generators:
+            return
+        self._together = sum(self._counts) <= NUMBERS_PER_CALL
+        for k, count in enumerate(self._counts):
+            if self._together and count and k not in self._computed:
+                self._compute(k)
 
     def _compute(self, k: int) -> None:
-        """Compute the numbers of task `k` together with those of the next tasks."""
+        """Compute the numbers of task `k`, perhaps together with those of the next tasks."""
         # As many numbers are computed for each task as for the largest.
         width, end = self._counts[k], k + 1
         for count in self._counts[end:]:
-            if max(width, count) * (end + 1 - k) > NUMBERS_PER_CALL:
+            if not self._together or max(width, count) * (end + 1 - k) > NUMBERS_PER_CALL:
                 break
             width, end = max(width, count), end + 1
         keys = np.stack([key_words(*place) for place in self._places[k:end]]).view(np.int64)
