@@ -134,13 +134,14 @@ class Examples:
     def _augment(self, x: Tensor, draws: np.ndarray) -> Tensor:
         """Crop raw pixels after zero padding, as torchvision does, and mirror where u < 1/2."""
         b, c, h, w = x.shape
-        offsets = (draws[:, :2] * (2 * self.pad + 1)).astype(np.int64)
-        rows = offsets[:, :1] + np.arange(h)
-        columns = offsets[:, 1:] + np.arange(w)
+        u = on_device(draws, self.device)
+        offsets = (u[:, :2] * (2 * self.pad + 1)).to(torch.int64)
+        rows = offsets[:, :1] + torch.arange(h, device=self.device)
+        columns = offsets[:, 1:] + torch.arange(w, device=self.device)
         if self.flip:
-            columns = np.where(draws[:, 2:] < 0.5, columns[:, ::-1], columns)
+            columns = torch.where(u[:, 2:] < 0.5, columns.flip(1), columns)
         places = rows[:, :, None] * (w + 2 * self.pad) + columns[:, None, :]
-        places = on_device(places, self.device).view(b, 1, h * w).expand(b, c, h * w)
+        places = places.view(b, 1, h * w).expand(b, c, h * w)
         padded = torch.nn.functional.pad(x, (self.pad,) * 4)
         return padded.flatten(2).gather(2, places).view(b, c, h, w)
 

@@ -6,8 +6,6 @@ import torch
 
 from raysim.numerics.philox import philox, uniform
 from raysim.randomness import generator, key_words
-from raysim.training.batches import dropout_numbers
-from raysim.training.batches.dropout_numbers import HostNumbers, device_numbers
 
 # Random123 (Salmon et al. 2011), its file kat_vectors: counter, key, words.
 PUBLISHED = [
@@ -56,17 +54,3 @@ def test_the_numbers_of_numpy(count, device):
     numbers = uniform(torch.from_numpy(keys).to(device), count).cpu()
     expected = [generator(*place).random(count, dtype=np.float32) for place in places]
     assert np.array_equal(numbers.numpy(), np.stack(expected))
-
-
-@pytest.mark.parametrize("limit", [1, 100, 1000])
-def test_tasks_take_the_same_numbers_on_every_device(limit, device, monkeypatch):
-    """Also if several tasks are computed together, and if they take turns."""
-    monkeypatch.setattr(dropout_numbers, "NUMBERS_PER_CALL", limit)
-    places = [(0, "dropout", 2, client) for client in range(5)]
-    counts = [12, 0, 40, 8, 20]
-    here = [HostNumbers(generator(*place)) for place in places]
-    there = device_numbers(list(map(lambda p: key_words(*p), places)), counts, torch.device(device))
-    for _ in range(4):
-        for on_host, on_device, count in zip(here, there, counts, strict=True):
-            expected = on_host.take(count // 4)
-            assert torch.equal(on_device.take(count // 4).cpu(), expected)

@@ -1,0 +1,123 @@
+"""Random numbers of local steps: one definition, the same numbers on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from torch import Tensor
+
+from raysim.data.examples import on_device
+from raysim.numerics.philox import uniform
+from raysim.randomness import generator, key_words
+from raysim.training.messages import ClientTask
+
+NUMBERS_PER_CALL = 1 << 26
+"""Numbers that a GPU computes together, of whole tasks: 256 MB, unless one task needs more."""
+
+NUMPY_DEVICES = frozenset({"cpu"})
+"""Types of devices for which NumPy draws all numbers, since that is faster there."""
+
+
+class StepNumbers:
+    """Random numbers of one purpose in the local steps of several tasks.
+
+    Those of a task are the numbers of `raysim.randomness.generator` for this purpose, its base
+    version and its client, in the order in which it takes them. NumPy draws them for a CPU. A GPU
+    computes uniform numbers of float32 from the same keys, because copying them costs far more than
+    training. Normal numbers are drawn by NumPy and copied.
+
+    Args:
+        seed: seed of the run.
+        purpose: name of the stream.
+        distribution: "normal" (standard) or "uniform", in [0, 1), of float32; or "uniform64", which
+            is uniform of float64 and stays on the CPU.
+        tasks: the tasks.
+        counts: how many numbers each task takes in all.
+        device: the device of the numbers.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        purpose: str,
+        distribution: str,
+        tasks: Sequence[ClientTask],
+        counts: Sequence[int],
+        device: torch.device,
+    ):
+        self._distribution = distribution
+        self._places = [(seed, purpose, task.base, task.client) for task in tasks]
+        self._counts = counts
+        self._device = torch.device("cpu") if distribution == "uniform64" else device
+        self._generators: list[Generator] = []
+        """The generators of the tasks; [] if the device computes the numbers."""
+        if distribution != "uniform" or device.type in NUMPY_DEVICES:
+            self._generators = [generator(*place) for place in self._places]
+        self._computed: dict[int, Tensor] = {}
+        """Numbers that the device has computed, of each task that has not taken all of them."""
+        self._taken = [0] * len(tasks)
+        self._together = True
+        """Whether tasks are computed together; not if they use streams of their own."""
+
+    def take(self, k: int, *shape: int) -> Tensor:
+        """Return the next numbers of a task.
+
+        Args:
+            k: index of the task.
+            shape: shape of the result.
+
+        Returns:
+            The numbers, which the caller may change in place.
+        """
+        if self._generators:
+            return on_device(self._draw(self._generators[k], shape), self._device)
+        begin = self._taken[k]
+        end = self._taken[k] = begin + math.prod(shape)
+        if begin == end:
+            return torch.empty(shape, device=self._device)
+        if k not in self._computed:
+            self._compute(k)
+        numbers = self._computed[k][begin:end].view(shape)
+        if numbers.is_cuda:
+            # They were computed on another stream if the task trains on a lane.
+            numbers.record_stream(torch.cuda.current_stream(numbers.device))
+        if end == self._counts[k]:
+            del self._computed[k]  # the last of several tasks frees their memory
+        return numbers
+
+    def _draw(self, rng: Generator, shape: tuple[int, ...]) -> np.ndarray:
+        """Draw numbers of this shape."""
+        dtype = np.float64 if self._distribution == "uniform64" else np.float32
+        draw = rng.standard_normal if self._distribution == "normal" else rng.random
+        return np.asarray(draw(shape, dtype=dtype), dtype=dtype)
+
+    def compute_all(self) -> None:
+        """Prepare for tasks on streams of their own: compute all numbers on the current stream.
+
+        Numbers of more than one call are not computed before their task, since they take memory.
+        Does nothing if NumPy draws the numbers.
+        """
+        if self._generators:
+            return
+        self._together = sum(self._counts) <= NUMBERS_PER_CALL
+        for k, count in enumerate(self._counts):
+            if self._together and count and k not in self._computed:
+                self._compute(k)
+
+    def _compute(self, k: int) -> None:
+        """Compute the numbers of task `k`, perhaps together with those of the next tasks."""
+        # As many numbers are computed for each task as for the largest.
+        width, end = self._counts[k], k + 1
+        for count in self._counts[end:]:
+            if not self._together or max(width, count) * (end + 1 - k) > NUMBERS_PER_CALL:
+                break
+            width, end = max(width, count), end + 1
+        keys = np.stack([key_words(*place) for place in self._places[k:end]]).view(np.int64)
+        numbers = uniform(torch.from_numpy(keys).to(self._device), width)
+        for i in range(k, end):
+            if self._counts[i]:
+                self._computed[i] = numbers[i - k]
