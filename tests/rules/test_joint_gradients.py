@@ -54,14 +54,14 @@ def batch() -> Batch:
     return Batch(x, torch.randint(0, 3, (7,), generator=rng), ((mask,),))
 
 
-def a_task(kind: type, net: nn.Module, at_start: bool = False) -> tuple[Any, torch.Tensor]:
+def a_task(kind: Any, net: nn.Module, at_start: bool = False) -> tuple[Any, torch.Tensor]:
     """Return a task, and the net's parameters: the vector in training if `at_start`."""
     model = Model(copy.deepcopy(net), (5,), 3, torch.float64)
     w, buffers = model.initial()
     task = (
         kind(model, LocalSettings(), buffers) if kind is PureTask else kind(model, LocalSettings())
     )
-    if kind is LoopTask:
+    if isinstance(task, LoopTask):
         local = task.start(LocalSettings(), w, buffers, 1)
         w = local if at_start else w
     return task, w
