@@ -1,10 +1,15 @@
 """Tables of results are what their commands print: a README's table has the lines that the report
-makes from the ledger beside it, and configs/CLAIMS.md the verdicts."""
+makes from the ledger beside it, and configs/CLAIMS.md the verdicts.
+
+`python tests/docs/test_result_tables.py PAGE` writes the tables of a README anew.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,3 +52,27 @@ def _of_a_claim(line: str) -> str:
 
 def test_there_are_such_tables():
     assert len(COMMANDS) > 8
+
+
+def write_tables(page: Path) -> None:
+    """Replace each table of a README by what the command above it prints."""
+    text = page.read_text()
+    lines = text.splitlines()
+    end = 0
+    for command in COMMAND.findall(text):
+        if command.startswith("report claims"):
+            continue
+        raysim = [sys.executable, "-m", "raysim", *shlex.split(command)]
+        printed = subprocess.run(raysim, capture_output=True, text=True, check=True).stdout
+        table = [line for line in printed.splitlines() if line.startswith("|")]
+        # Several commands of a block have their tables below it, in the same order.
+        start = next(i for i, line in enumerate(lines) if line.startswith(f"raysim {command}"))
+        begin = next(i for i in range(max(start, end), len(lines)) if lines[i].startswith("|"))
+        end = next(i for i in range(begin, len(lines)) if not lines[i].startswith("|"))
+        lines[begin:end] = table
+        end = begin + len(table)
+    page.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    write_tables(Path(sys.argv[1]))
