@@ -14,7 +14,7 @@ clusters. In PFLlib a client has its own model among others only if it is among 
 no random choice, and where no weight is positive a client goes on from its own model.
 
 Run: raysim run quickstart algorithm=fedfomo partition.clients=20 partition.test.fraction=0.2
-partition.val.fraction=0.2 evaluate.every=0 evaluate.clients.every=20
+evaluate.every=0 evaluate.clients.every=20
 """
 
 from dataclasses import dataclass
@@ -114,4 +114,5 @@ Algorithm(
     "Zhang 2021",
     state="server N P + N² + N M, client 2P + Q",
     traffic="down (M + 1) P + M, up P + 2M",
+    defaults={"partition": {"val": {"fraction": 0.2}}},
 )

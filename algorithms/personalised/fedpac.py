@@ -3,8 +3,8 @@
 A client receives the global body, a classifier of its own, and the centroids c_k of the classes.
 Feature alignment: the local loss adds lam |f(x) - c_y|² / F. The first `head_steps` local steps
 train the classifier, the others the body. A client also sends its feature sums and counts of each
-class at its last model, whose quotients over the round are the next c_k; those of unknown classes
-are NaN and do not pull.
+class at its last model, whose quotients over the round are the next c_k; unknown classes do not
+pull.
 
 Classifier collaboration: at the received model, with n examples, h_k = Σ_{y = k} f(x) / n and V =
 (mean |f(x)|² - Σ_k |h_k|²) / n. The server gives client i of the round the classifier Σ_j α_j w_j
@@ -55,7 +55,7 @@ class FedPACClient(FedRepClient):
 
     needs_class_labels = True
     supports_dp = False  # sums and counts have no noise
-    needs = ("x", "centroids")
+    needs = ("x", "centroids", "known")
     sends = {
         "delta": Upload("P"),
         "h": Upload(("C", "F")),
@@ -76,8 +76,9 @@ class FedPACClient(FedRepClient):
         return {**super().init(shared, client_state, data, task), "h": h, "V": V[None]}
 
     def loss(self, shared, state, net, batch, task):
-        apart = (net.features - shared["centroids"][batch.y]).nan_to_num()
-        return task_loss(net, batch) + self.lam * apart.square().mean(1)
+        apart = net.features - shared["centroids"][batch.y]
+        pull = shared["known"][batch.y, 0] * apart.square().mean(1)
+        return task_loss(net, batch) + self.lam * pull
 
     def finish(self, shared, state, client_state, data, task):
         sums, _, counts = class_sums(state["w"], data, task)
@@ -89,7 +90,7 @@ class FedPACClient(FedRepClient):
 class FedPACServer(ServerRule):
     """A global body, and combined classifiers for each client."""
 
-    provides = ("x", "centroids", "heads", "at")
+    provides = ("x", "centroids", "known", "heads", "at")
     uploads = {
         "delta": "per_client",
         "h": "per_client",
@@ -98,12 +99,6 @@ class FedPACServer(ServerRule):
         "counts": "sum",
     }
 
-    def check(self, problem):
-        if not problem.has_features:
-            raise ValueError(
-                f"name: 'fedpac' combines classifiers; model '{problem.model}' has none"
-            )
-
     def init(self, x0, problem):
         sizes = (problem.classes, problem.features)
         first = len(problem.shapes) - 1 - problem.shapes[::-1].index(sizes)
@@ -111,11 +106,12 @@ class FedPACServer(ServerRule):
         start = sum(problem.segments[:first])
         at = torch.arange(start, start + sum(problem.segments[first : first + n_parts]))
         heads = x0[at].repeat(problem.n_clients, 1)
-        return {"x": x0, "centroids": x0.new_full(sizes, torch.nan), "heads": heads, "at": at}
+        centroids = {"centroids": x0.new_zeros(sizes), "known": x0.new_zeros(sizes[0], 1)}
+        return {"x": x0, **centroids, "heads": heads, "at": at}
 
     def sent_to(self, shared, client):
         x = shared["x"].index_copy(0, shared["at"], shared["heads"][client])
-        return {"x": x, "centroids": shared["centroids"]}
+        return {"x": x, "centroids": shared["centroids"], "known": shared["known"]}
 
     def update(self, state, reports):
         at, ids, x = state["at"], reports.ids, state["x"]
@@ -125,11 +121,12 @@ class FedPACServer(ServerRule):
         heads = state["heads"].clone()
         heads[ids] = torch.stack(weights).to(x) @ trained
         x = x - self.lr * reports.mean("delta")
-        means = reports.sum("sums") / reports.sum("counts")
-        centroids = means.where(~means.isnan(), state["centroids"])
+        n = reports.sum("counts")
+        centroids = torch.where(n > 0, reports.sum("sums") / n.clamp(min=1), state["centroids"])
         mean_head = trained.new_tensor(reports.weights) @ trained / sum(reports.weights)
         x = x.index_copy(0, at, mean_head)
-        return {**state, "x": x, "centroids": centroids, "heads": heads}
+        known = torch.maximum(state["known"], (n > 0).to(x))
+        return {**state, "x": x, "centroids": centroids, "known": known, "heads": heads}
 
 
 Algorithm(
@@ -137,6 +134,6 @@ Algorithm(
     FedPACClient,
     FedPACServer,
     "Xu 2023",
-    state="server C F + N classifiers, client 0",
-    traffic="down P + C F, up P + 2C F + C + 1",
+    state="server C (F + 1) + N classifiers, client 0",
+    traffic="down P + C (F + 1), up P + 2C F + C + 1",
 )
