@@ -29,7 +29,7 @@ from raysim.rules import Algorithm, ClientRule, ServerRule
 class APPLEClient(ClientRule):
     """Trains a core model, and how much the models of all clients count."""
 
-    needs = ("x", "models", "p", "p0")
+    needs = ("x", "models", "p", "examples")
     sends = ("delta", "p")
     eta2: float = 0.001
     """Step size of the directed relationships."""
@@ -41,19 +41,18 @@ class APPLEClient(ClientRule):
     """How the pull falls to 0."""
 
     def init(self, shared, client_state, data, task):
-        falling = 0.001 ** (task.t / self.L)
-        if self.scheduler == "cosine":
-            falling = (1 + math.cos(math.pi * task.t / self.L)) / 2
-        pull = shared["p"].new_tensor(self.mu * falling * (task.t < self.L))
-        own = torch.zeros_like(shared["p"])
-        own[task.client] = 1
-        return {"p": shared["p"], "own": own, "pull": pull}
+        p, n, passed = shared["p"], shared["examples"], min(task.t / self.L, 1)
+        cosine = (1 + math.cos(math.pi * passed)) / 2
+        falling = cosine if self.scheduler == "cosine" else 0.001**passed
+        pull = p.new_tensor(self.mu * falling * (passed < 1))
+        own = torch.eye(len(p)).to(p)[task.client]
+        return {"p": p, "p0": n / n.sum(), "own": own, "pull": pull}
 
     def step(self, shared, state, batch, task):
         w, p, own = state["w"], state["p"], state["own"]
         models = torch.where(own[:, None] > 0, w, shared["models"])
         g = task.grad(p @ models, batch)
-        moved = p - self.eta2 * (models @ g + state["pull"] * (p - shared["p0"]))
+        moved = p - self.eta2 * (models @ g + state["pull"] * (p - state["p0"]))
         return {**state, "w": task.descend(w, p @ own * g), "p": moved}
 
     def finish(self, shared, state, client_state, data, task):
@@ -68,13 +67,12 @@ class APPLEServer(ServerRule):
     """The core models of all clients."""
 
     counts_equally = True
-    provides = ("x", "models", "p", "p0")
+    provides = ("x", "models", "p", "examples")
     uploads = {"delta": "per_client", "p": "per_client"}
 
     def init(self, x0, problem):
-        N = problem.n_clients
-        zeros, even = x0.new_zeros(N), x0.new_full((N,), 1 / N)
-        state = {"x": x0, "models": x0.repeat(N, 1), "p": even.repeat(N, 1), "p0": even}
+        N, zeros = problem.n_clients, x0.new_zeros(problem.n_clients)
+        state = {"x": x0, "models": x0.repeat(N, 1), "p": x0.new_full((N, N), 1 / N)}
         return {**state, "examples": zeros, "trained": zeros}
 
     def sent_to(self, shared, client):
@@ -83,9 +81,8 @@ class APPLEServer(ServerRule):
     def before_round(self, state, cohort):
         n = state["examples"].clone()
         n[cohort.ids] = n.new_tensor(cohort.samples)
-        p0 = n / n.sum()
-        p = torch.where(state["trained"][:, None] > 0, state["p"], p0)
-        return {**state, "examples": n, "p": p, "p0": p0}
+        p = torch.where(state["trained"][:, None] > 0, state["p"], n / n.sum())
+        return {**state, "examples": n, "p": p}
 
     def update(self, state, reports):
         models, p, trained = (state[key].clone() for key in ("models", "p", "trained"))

@@ -75,7 +75,7 @@ class FedFomoServer(ServerRule):
         N = problem.n_clients
         state = {"x": x0, "models": x0.repeat(N, 1), "P": torch.eye(N).to(x0)}
         chosen = x0.new_full((N, min(self.M, N - 1)), -1)  # -1 is no model
-        return {**state, "trained": x0.new_zeros(N), "chosen": chosen}
+        return {**state, "chosen": chosen}
 
     def sent_to(self, shared, client):
         n = shared["chosen"][client]
@@ -83,10 +83,10 @@ class FedFomoServer(ServerRule):
 
     def before_round(self, state, cohort):
         rng, chosen = cohort.rng("models"), state["chosen"].clone()
-        P, trained = state["P"].cpu().numpy(), state["trained"].cpu().numpy()
+        P = state["P"].cpu().numpy()
+        trained = (state["models"] != state["x"]).any(1).cpu().numpy()
         for i in cohort.ids:
-            others = np.flatnonzero(trained)
-            others = others[others != i]
+            others = np.flatnonzero(trained & (np.arange(len(P)) != i))
             at_random = rng.permutation(others).tolist()
             best = others[np.argsort(-P[i, others], kind="stable")].tolist()
             explores = rng.random(chosen.shape[1]) < self.epsilon - cohort.round * self.decay
@@ -99,12 +99,11 @@ class FedFomoServer(ServerRule):
 
     def update(self, state, reports):
         i = torch.tensor(reports.ids, device=state["x"].device)
-        models, P, trained = (state[key].clone() for key in ("models", "P", "trained"))
+        models, P = state["models"].clone(), state["P"].clone()
         models[i] = state["x"] - self.lr * reports.per_client("delta")
         n = reports.per_client("ids").long().clamp(min=0)  # those that are no model weigh 0
         P[i] = P[i].scatter_add(1, n, reports.per_client("w"))
-        trained[i] = 1
-        return {**state, "models": models, "P": P, "trained": trained}
+        return {**state, "models": models, "P": P}
 
 
 Algorithm(

@@ -91,20 +91,14 @@ class FedPACServer(ServerRule):
     """A global body, and combined classifiers for each client."""
 
     provides = ("x", "centroids", "known", "heads", "at")
-    uploads = {
-        "delta": "per_client",
-        "h": "per_client",
-        "V": "per_client",
-        "sums": "sum",
-        "counts": "sum",
-    }
+    uploads = dict.fromkeys(("delta", "h", "V"), "per_client") | {"sums": "sum", "counts": "sum"}
 
     def init(self, x0, problem):
         sizes = (problem.classes, problem.features)
         first = len(problem.shapes) - 1 - problem.shapes[::-1].index(sizes)
         n_parts = 1 + (problem.shapes[first + 1 : first + 2] == (sizes[:1],))  # weights, and biases
-        start = sum(problem.segments[:first])
-        at = torch.arange(start, start + sum(problem.segments[first : first + n_parts]))
+        ends = np.cumsum([sum(problem.segments[:first]), *problem.segments[first:]])
+        at = torch.arange(ends[0], ends[n_parts], device=x0.device)
         heads = x0[at].repeat(problem.n_clients, 1)
         centroids = {"centroids": x0.new_zeros(sizes), "known": x0.new_zeros(sizes[0], 1)}
         return {"x": x0, **centroids, "heads": heads, "at": at}
@@ -120,11 +114,9 @@ class FedPACServer(ServerRule):
         weights = [combination(h, V.clamp(min=LEAST_VARIANCE), i) for i in range(len(ids))]
         heads = state["heads"].clone()
         heads[ids] = torch.stack(weights).to(x) @ trained
-        x = x - self.lr * reports.mean("delta")
+        x = x - self.lr * reports.mean("delta")  # also its classifier, which nobody receives
         n = reports.sum("counts")
         centroids = torch.where(n > 0, reports.sum("sums") / n.clamp(min=1), state["centroids"])
-        mean_head = trained.new_tensor(reports.weights) @ trained / sum(reports.weights)
-        x = x.index_copy(0, at, mean_head)
         known = torch.maximum(state["known"], (n > 0).to(x))
         return {**state, "x": x, "centroids": centroids, "known": known, "heads": heads}
 
