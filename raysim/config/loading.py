@@ -288,7 +288,8 @@ def _dropped_keys(
         return {rivals[key] for key in above if key in rivals}
     if section in (*SECTIONS_WITH_NAME, "lr") and "name" in above:
         before, after = below.get("name"), above["name"]
-        if before != after:
+        # A method's defaults have no name: their keys go with any.
+        if before not in (None, after):
             return set(below) - set(keys(section, str(before), str(after)) if keys else ())
     return set()
 

@@ -29,6 +29,7 @@ from raysim.rules.contract import ALGORITHMS
 from raysim.rules.methods.registry import discover
 from raysim.runs.result import parameters_digest
 from raysim.runs.resume import resume
+from raysim.server.central_server import evaluated_params
 from raysim.system.cpu_kind import cpu_kind
 
 discover()
@@ -235,7 +236,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_the_engine_computes_what_is_recorded(name, engine, folder: Path, tmp_path: Path):
     run, _ = engine(configuration(CASES[name], folder, tmp_path / "run"))
-    check(name, run.final["state/x"])
+    check(name, evaluated_params(run.final))
 
 
 def test_a_run_computes_what_is_recorded(folder: Path, tmp_path: Path):

@@ -67,7 +67,8 @@ def is_plain(algorithm: contract.Algorithm) -> bool:
 
 
 WITHOUT_A_GLOBAL_MODEL = (
-    "cfl", "fedamp", "feddistill", "fedmd", "fedproto", "ifca", "local_only", "pfedhn"
+    "apple", "cfl", "fedamp", "feddistill", "fedfomo", "fedmd", "fedproto", "ifca", "local_only",
+    "pfedhn",
 )  # fmt: skip
 """Methods whose "x" stays as it is; tests/gallery has theirs."""
 
