@@ -2,9 +2,9 @@
 
 A client receives the global body, a classifier of its own, and the centroids c_k of the classes.
 Feature alignment: the local loss adds lam |f(x) - c_y|² / F. The first local steps, `head_share` of
-them, train the classifier, the others the body. A client also sends its feature sums and counts of each
-class at its last model, whose quotients over the round are the next c_k; unknown classes do not
-pull.
+them, train the classifier, the others the body. A client also sends its feature sums and counts of
+each class at its last model, whose quotients over the round are the next c_k; unknown classes do
+not pull.
 
 Classifier collaboration: at the received model, with n examples, h_k = Σ_{y = k} f(x) / n and V =
 (mean |f(x)|² - Σ_k |h_k|²) / n. The server gives client i of the round the classifier Σ_j α_j w_j
