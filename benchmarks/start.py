@@ -79,7 +79,13 @@ INLINE = ("resources.executor=inline", "rounds=20")
 RAYSIM = [
     Line("`raysim --help`", (*COMMAND, "--help")),
     Line("`raysim list algorithms`", (*COMMAND, "list", "algorithms")),
+    Line("`raysim list data`", (*COMMAND, "list", "data")),
     Line("a misspelled key", (*COMMAND, "run", "quickstart", "local.stepz=5"), exit_code=2),
+    Line(
+        "a misspelled key of a sweep",
+        (*COMMAND, "sweep", "quickstart", "local.stepz=5,6"),
+        exit_code=2,
+    ),
     Line(
         "`--dry-run` of a bad value",
         (*COMMAND, "run", "quickstart", "rounds=-1", "--dry-run"),
@@ -115,6 +121,7 @@ def measure(python: str, line: Line, checkout: Path) -> Times:
             "PYTHONPATH": str(checkout),
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         }
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as of an installed package
         with open(Path(folder) / "output", "wb") as output:
             began = time.perf_counter()
             process = subprocess.Popen(

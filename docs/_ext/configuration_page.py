@@ -22,7 +22,7 @@ from raysim.models.nets import zoo
 from raysim.reports.claims.claim_section import Claim
 from raysim.rules.methods import registry
 from raysim.rules.tasks.shipped_tasks import TASKS
-from raysim.sweeps.definition import SweepSettings
+from raysim.sweeps.reading import SweepSettings
 
 TAGS = ("name", "unit")
 """Keys by which a section's kind is chosen."""

@@ -49,6 +49,9 @@ def bench(
     ] = False,
 ) -> None:
     """Measure which executor, actors, GPU shares and blocks run a configuration fastest here."""
+    from raysim.prepare.early_validation import validate_early
+
+    validate_early(config, overrides or [])
     from raysim.planning import bench as benches
 
     console = Terminal(as_json)
@@ -93,13 +96,16 @@ def check_convergence(
 
     Nothing is trained.
     """
-    from raysim.diagnostics import convergence as theorems
-    from raysim.prepare.resolve import prepare
+    from raysim.prepare.early_validation import validate_early
 
     console = Terminal(as_json)
     constants, changes = _split_overrides(overrides or [])
     if constants and sample:
         raise ConfigError("--sample: L is given, so it is not estimated; leave out one of the two")
+    validate_early(config, changes)
+    from raysim.diagnostics import convergence as theorems
+    from raysim.prepare.resolve import prepare
+
     plan = prepare(config, changes)
     if why := theorems.why_not(plan):
         raise ConfigError(f"Theorem 1 does not apply to this run: {why}")

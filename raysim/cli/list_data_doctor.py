@@ -5,198 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from raysim.cli.base import app, check_picture, data_app, print_table, tracking_app
 from raysim.cli.completion import PLACES, complete_listed
+from raysim.cli.pages import lists
 from raysim.cli.pages.key_page import key_page, print_keys
-from raysim.cli.pages.keys import first_paragraph
+from raysim.cli.pages.lists import LISTABLE, CatalogueRow
 from raysim.cli.pages.method_page import method_page, print_method
 from raysim.cli.terminal import Terminal, say
 from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean
-
-CatalogueRow = dict[str, str]
-"""Texts of one line of a list, by column."""
-
-
-def _algorithms() -> list[CatalogueRow]:
-    from raysim.rules.methods import registry
-    from raysim.rules.rule import family
-
-    return [
-        {
-            "name": name,
-            "from": origin,
-            "family": family(a.module) if origin == "raysim" else "",
-            "paper": a.paper,
-            "client": a.client.name,
-            "server": a.server.name,
-            "state": a.state,
-            "traffic": a.traffic,
-            "presets": " ".join(a.presets),
-        }
-        for name, a, origin in registry.catalogue("algorithm")
-    ]
-
-
-def _described(catalogue: Iterable[tuple[str, Any, str]]) -> list[CatalogueRow]:
-    """Return a row for each class of a catalogue, with its hyper-parameters."""
-    from raysim.rules.methods import registry
-
-    rows = []
-    for name, cls, origin in catalogue:
-        keys = " ".join(registry.hyperparameter_names(cls))
-        rows.append({"name": name, "from": origin, "what": first_paragraph(cls), "keys": keys})
-    return rows
-
-
-def _rules(side: Literal["client", "server"]) -> list[CatalogueRow]:
-    from raysim.rules.methods import registry
-    from raysim.rules.rule import family
-
-    catalogue = list(registry.catalogue(side))
-    rows = _described(catalogue)
-    for row, (_, cls, origin) in zip(rows, catalogue, strict=True):
-        row["family"] = family(cls.__module__) if origin == "raysim" else ""
-    return rows
-
-
-def _models() -> list[CatalogueRow]:
-    from raysim.models import build
-
-    return [
-        {"name": name, "from": origin, "what": first_paragraph(net)}
-        for name, net, origin in build.catalogue()
-    ]
-
-
-def _probes() -> list[CatalogueRow]:
-    from raysim.engine import probes
-
-    return _described(probes.catalogue())
-
-
-def _tasks() -> list[CatalogueRow]:
-    from raysim.rules.methods import registry
-    from raysim.rules.tasks.shipped_tasks import TASKS
-
-    return [
-        {
-            "name": name,
-            "what": first_paragraph(task),
-            "metrics": " ".join(task.metric_classes),
-            "keys": " ".join(registry.hyperparameter_names(task)),
-        }
-        for name, task in TASKS.items()
-    ]
-
-
-def _datasets() -> list[CatalogueRow]:
-    from raysim import data
-    from raysim.data.loading import DESCRIPTIONS, USER_FORMATS
-
-    return [
-        {
-            "name": name,
-            "from": origin,
-            "here": "at data.path" if name in USER_FORMATS else "yes" if is_present else "no",
-            "what": DESCRIPTIONS.get(name, ""),
-        }
-        for name, origin, is_present in data.catalogue()
-    ]
-
-
-def _choices(section: str) -> list[CatalogueRow]:
-    """Return the choices of a section of the configuration."""
-    from raysim.config.explain import choices
-
-    return [
-        {
-            "name": name,
-            "what": first_paragraph(model),
-            "keys": " ".join(key for key in model.model_fields if key not in ("name", "unit")),
-        }
-        for name, model in choices(section).items()
-    ]
-
-
-def _stages() -> list[CatalogueRow]:
-    from raysim.rules.methods import registry
-    from raysim.rules.upload_stages import STAGES
-
-    registry.discover()
-    rows = _described((name, stage, "") for name, stage in STAGES.items())
-    return [{key: row[key] for key in ("name", "what", "keys")} for row in rows]
-
-
-def _metrics() -> list[CatalogueRow]:
-    from raysim.metrics import all_metrics
-    from raysim.rules.methods import registry
-
-    registry.discover()
-    return [
-        {"name": m.name, "unit": m.unit, "what": m.meaning, "logged": m.logged}
-        for m in all_metrics()
-    ]
-
-
-def _configs() -> list[CatalogueRow]:
-    from raysim.config.loading import shipped
-
-    return [{"name": name, "what": text} for name, text in shipped().items()]
-
-
-def _rule_pairs() -> list[CatalogueRow]:
-    """Return a row per server rule with the name of each pair ("x": unnamed, "": refused)."""
-    from raysim.rules import contract
-    from raysim.rules.methods import pairs, registry
-
-    registry.discover()
-    named: dict[tuple[str, str], str] = {}
-    for a in contract.ALGORITHMS.values():
-        named.setdefault((a.client.name, a.server.name), a.name)
-
-    def word(client: str, server: str) -> str:
-        try:
-            pairs.refuse_pair(contract.CLIENT_RULES[client](), contract.SERVER_RULES[server]())
-        except ConfigError:
-            return ""
-        return named.get((client, server), "x")
-
-    clients = sorted(contract.CLIENT_RULES)
-    return [
-        {"server": s, **{c: word(c, s) for c in clients}} for s in sorted(contract.SERVER_RULES)
-    ]
-
-
-LISTABLE: dict[str, Callable[[], list[CatalogueRow]]] = {
-    "algorithms": _algorithms,
-    "clients": partial(_rules, "client"),
-    "servers": partial(_rules, "server"),
-    "pairs": _rule_pairs,
-    "models": _models,
-    "tasks": _tasks,
-    "probes": _probes,
-    "data": _datasets,
-    "partitions": partial(_choices, "partition"),
-    "schedules": partial(_choices, "schedule"),
-    "client_speeds": partial(_choices, "client_speeds"),
-    "sampling": partial(_choices, "sampling"),
-    "optimizers": partial(_choices, "optimizer"),
-    "lr": partial(_choices, "lr"),
-    "stages": _stages,
-    "privacy": partial(_choices, "privacy"),
-    "metrics": _metrics,
-    "configs": _configs,
-}
-"""Functions that return the rows of a list, by the word that `raysim list` accepts."""
 
 WITH_PAGES = [listing for listing in LISTABLE if listing in ("algorithms", *PLACES)]
 """Lists of things with keys, each of which has a page."""
@@ -258,7 +81,7 @@ def _of_family(
     if family is None:
         if listing != "algorithms":
             return rows, []
-        from raysim.rules.rule import GENERAL  # with torch, which other lists do without
+        from raysim.config.schema import GENERAL
 
         others = [row["family"] for row in rows if row["family"] not in ("", GENERAL)]
         return [row for row in rows if row["family"] in ("", GENERAL)], others
@@ -292,12 +115,12 @@ def _catalogue(listing: str) -> list[CatalogueRow]:
     if listing == "datasets":  # as libraries of data sets call it
         listing = "data"
     if listing not in LISTABLE:
-        if listing in (row["name"] for row in _algorithms()):
+        if listing in (row["name"] for row in lists.rows("algorithms")):
             raise ConfigError(
                 f"list: '{listing}' is an algorithm; its page: raysim list algorithms {listing}"
             )
         raise ConfigError(f"list: nothing called '{listing}'{did_you_mean(listing, LISTABLE)}")
-    return LISTABLE[listing]()
+    return lists.rows(listing)
 
 
 def _print_pairs(rows: list[CatalogueRow]) -> None:

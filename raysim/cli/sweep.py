@@ -78,9 +78,7 @@ def sweep(
     ] = False,
 ) -> None:
     """Run an experiment for many values of its keys. Run it again to complete missing trials."""
-    from raysim.sweeps.preparation import prepare_sweep
-    from raysim.sweeps.runner import run_sweep
-    from raysim.sweeps.sweep_ledger import SweepLedger
+    from raysim.sweeps.reading import validate_sweep_early
 
     if ledgers and len(ledgers) > 1:
         several = " ".join(map(str, ledgers))
@@ -90,6 +88,11 @@ def sweep(
         )
     ledger = ledgers[0] if ledgers else None
     console = Terminal(as_json)
+    validate_sweep_early(config, overrides or [])
+    from raysim.sweeps.preparation import prepare_sweep
+    from raysim.sweeps.runner import run_sweep
+    from raysim.sweeps.sweep_ledger import SweepLedger
+
     with preparing(console, "checking the trials"):
         planned = prepare_sweep(config, overrides or [], folder, where or [])
         book = None if ledger is None else SweepLedger(ledger, planned, aside)

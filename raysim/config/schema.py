@@ -45,6 +45,9 @@ SECTIONS_WITH_NAME = (
 FEDAVG = "fedavg"
 """The name of the client rule that is local SGD, and of the server rule that averages."""
 
+GENERAL = "general"
+"""Family of the methods whose files are in no folder of a family."""
+
 KEYS_OF_FILES = ("data.path", "partition.path", "model.init_from")
 """Keys that are no part of a run's identity where `files` has the digest of what they name."""
 

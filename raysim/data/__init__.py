@@ -1,12 +1,14 @@
 """Data sets, their tensors on a device, partitions over clients, and plots of both."""
 
-from raysim.data.dataset import Dataset, data_root
+from raysim.config.sections.data import data_root
+from raysim.data.dataset import Dataset
 from raysim.data.examples import Examples, shared_tensor
 from raysim.data.images import import_torchvision
 from raysim.data.loading import (
     catalogue,
     dataset_names,
     download_dataset,
+    files_pattern,
     is_present,
     load_dataset,
     loading_once,
@@ -26,6 +28,7 @@ __all__ = [
     "dataset_names",
     "dataset_summary",
     "download_dataset",
+    "files_pattern",
     "import_torchvision",
     "is_present",
     "load_dataset",

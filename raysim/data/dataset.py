@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -203,15 +202,6 @@ class Dataset:
             logger.warning("%s; if it does not exist, %s", gaps, fix)
             return
         raise ConfigError(f"{gaps}; {fix}")
-
-
-def data_root(root: str | Path | None = None) -> Path:
-    """Return the folder of the data sets: `root`, else $RAYSIM_DATA, else ~/.cache/raysim.
-
-    Args:
-        root: `data.root` of the configuration; None: not set.
-    """
-    return Path(root or os.environ.get("RAYSIM_DATA") or "~/.cache/raysim").expanduser()
 
 
 def normalise(

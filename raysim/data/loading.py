@@ -14,12 +14,19 @@ from pathlib import Path
 
 from raysim.config import entry_points
 from raysim.config.references import read_code
-from raysim.config.sections.data import AnyData, Arrays, Data, HuggingFace, OwnData, TorchvisionData
+from raysim.config.sections.data import (
+    AnyData,
+    Arrays,
+    Data,
+    HuggingFace,
+    OwnData,
+    TorchvisionData,
+    data_root,
+)
 from raysim.data.dataset import (
     MANUAL_STEPS,
     MAX_PIXEL_VALUES,
     Dataset,
-    data_root,
     normalise,
     normalise_each_pixel,
 )
@@ -81,16 +88,28 @@ def dataset_names() -> tuple[str, ...]:
     return tuple(sorted((*TORCHVISION_SOURCES, *built_in_datasets.LOADERS, *USER_FORMATS)))
 
 
-def catalogue() -> Iterator[tuple[str, str, bool]]:
-    """Yield name and distribution of every data set that has a name, and whether it is present.
-
-    The examples of an installed package are present as far as raysim knows.
-    """
+def catalogue() -> Iterator[tuple[str, str]]:
+    """Yield name and distribution of every data set that has a name."""
     for name in dataset_names():
-        yield name, "raysim", is_present(name)
+        yield name, "raysim"
     taken = (*dataset_names(), *OTHER_KINDS)
     for name, _, origin in entry_points.offered(entry_points.DATA, "data.name", taken):
-        yield name, origin, True
+        yield name, origin
+
+
+def files_pattern(name: str) -> str:
+    """Return the pattern of the files of a data set, relative to the folder of the data sets.
+
+    Args:
+        name: name of the data set.
+
+    Returns:
+        A pattern of `Path.glob`; "" for a data set without files in that folder.
+    """
+    if name in TORCHVISION_SOURCES:
+        files, pattern = built_in_datasets.torchvision_files(name, Path())
+        return (files / pattern).as_posix()
+    return {"tiny_imagenet": "tiny-imagenet-200", "covid_ct": "COVID-CT"}.get(name, "")
 
 
 def is_present(name: str, root: str | Path | None = None) -> bool:
@@ -100,11 +119,8 @@ def is_present(name: str, root: str | Path | None = None) -> bool:
         name: name of the data set.
         root: folder of the data sets; None: that of `data_root`.
     """
-    if name in TORCHVISION_SOURCES:
-        files, pattern = built_in_datasets.torchvision_files(name, data_root(root))
-        return any(files.glob(pattern))
-    folder = {"tiny_imagenet": "tiny-imagenet-200", "covid_ct": "COVID-CT"}.get(name)
-    return name in BUILT_IN_DATASETS or (folder is not None and (data_root(root) / folder).is_dir())
+    pattern = files_pattern(name)
+    return name in BUILT_IN_DATASETS or (pattern != "" and any(data_root(root).glob(pattern)))
 
 
 def load_dataset(data: AnyData) -> Dataset:

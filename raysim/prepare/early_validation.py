@@ -34,33 +34,59 @@ def validate_early(
         ConfigError: a file cannot be read, or keys or values are wrong; the message is that of the
             whole validation.
     """
-    methods = _shipped_methods()
-
-    def defaults(name: str) -> Mapping[str, Any]:
-        return methods.get(name, {}).get(DEFAULTS_ELSEWHERE, {})
-
-    raw = loading.read_config(source, overrides, _shared_keys, defaults)
-    if any(key in raw for key in loading.KEYS_OF_FILES):
-        return  # not the configuration of one run
-    algorithm = named(raw.get("algorithm"))
-    if algorithm is not None:
-        name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
-        if name not in methods:
-            return
-        if any(key in methods[name]["properties"] for key in raw.keys() - Config.model_fields):
-            return  # a hyper-parameter that lacks its section
-    explain.validate(raw)
+    methods = ShippedMethods()
+    raw = methods.read(source, overrides)
+    if not any(key in raw for key in loading.KEYS_OF_FILES):  # the configuration of one run
+        methods.validate(raw)
 
 
-def _shipped_methods() -> dict[str, Any]:
-    """Return the node of the JSON Schema of each shipped algorithm, by name."""
-    schema = json.loads(shipped_files("json")["schema"].read_text(encoding="utf-8"))
-    methods = {}
-    for node in schema["properties"]["algorithm"]["anyOf"]:
-        name = node.get("properties", {}).get("name", {}).get("const")
-        if name is not None:
-            methods[name] = node
-    return methods
+class ShippedMethods:
+    """The shipped algorithms, as the shipped JSON Schema describes them."""
+
+    def __init__(self) -> None:
+        schema = json.loads(shipped_files("json")["schema"].read_text(encoding="utf-8"))
+        self._nodes: dict[str, Any] = {}
+        for node in schema["properties"]["algorithm"]["anyOf"]:
+            name = node.get("properties", {}).get("name", {}).get("const")
+            if name is not None:
+                self._nodes[name] = node
+
+    def read(
+        self, source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return what `loading.read_config` does for the shipped algorithms.
+
+        Args:
+            source: as for `loading.read_config`.
+            overrides: as for `loading.read_config`.
+
+        Raises:
+            ConfigError: as of `loading.read_config`.
+        """
+
+        def defaults(name: str) -> Mapping[str, Any]:
+            return self._nodes.get(name, {}).get(DEFAULTS_ELSEWHERE, {})
+
+        return loading.read_config(source, overrides, _shared_keys, defaults)
+
+    def validate(self, raw: Mapping[str, Any]) -> None:
+        """Refuse a configuration with a mistake that needs no knowledge of its method.
+
+        Args:
+            raw: the configuration of one run, as `read` returns it.
+
+        Raises:
+            ConfigError: keys or values are wrong.
+        """
+        algorithm = named(raw.get("algorithm"))
+        if algorithm is not None:
+            name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
+            node = self._nodes.get(name) if isinstance(name, str) else None
+            if node is None:
+                return
+            if any(key in node["properties"] for key in raw.keys() - Config.model_fields):
+                return  # a hyper-parameter that lacks its section
+        explain.validate(raw)
 
 
 def _shared_keys(section: str, before: str, name: str) -> set[str]:

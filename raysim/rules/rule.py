@@ -11,6 +11,7 @@ from pydantic import ConfigDict
 from torch import Tensor
 
 from raysim import metrics
+from raysim.config.schema import GENERAL
 from raysim.config.sections.base import at_round
 from raysim.randomness import generator
 from raysim.rules.public import PublicNeed
@@ -123,10 +124,6 @@ class Rule:
 
 SHIPPED_PACKAGE = "raysim.algorithms"
 """Package of the shipped methods (the folder algorithms/), and entry-point group of others."""
-
-
-GENERAL = "general"
-"""Family of the methods whose files are in no folder of a family."""
 
 
 def family(module: str) -> str:

@@ -1,7 +1,8 @@
 """Sweeps: many runs of one experiment on Ray Tune, under one parent run in MLflow.
 
     search_space.py    values of a key, and the grid points of several keys
-    definition.py      a sweep, its settings and its trials
+    reading.py         a sweep as it is written: its settings and points
+    definition.py      a checked sweep and its trials
     preparation.py     a sweep with all its trials resolved and checked, before anything starts
     trial_stopping.py  settings of early stopping, and the rungs at which trials are judged
     sweep_ledger.py    trials from the rows of a ledger, and rows for it

@@ -15,39 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
 from typing_extensions import TypedDict
 
-from raysim.config import loading
 from raysim.config.schema import Config
-from raysim.config.sections.base import Section
 from raysim.config.sections.storage import Tracking
-from raysim.config.tracking_uri import with_environment
-from raysim.errors import ConfigError
 from raysim.ledger.kept import kept_config
-from raysim.prepare import resolve
-from raysim.rules.methods import registry
 from raysim.runs.python_inputs import SECTIONS_OF_RULES
+from raysim.sweeps.reading import SweepSettings
 from raysim.sweeps.search_space import Draw, as_text
-from raysim.sweeps.trial_stopping import EarlyStopping
 from raysim.system.json_files import parsed
 from raysim.tracking.recorder import flatten_parameters
-
-
-class SweepSettings(Section):
-    """Settings of a sweep and of its trials."""
-
-    samples: int | None = Field(default=None, ge=1)
-    """Number of random draws of the keys that are drawn."""
-
-    sample_seed: int = Field(default=0, ge=0)
-    """Seed of the draws; it is independent of the trials' `seed`."""
-
-    retries: int = Field(default=0, ge=0)
-    """Number of times a failed trial is restarted from its last checkpoint."""
-
-    early_stopping: EarlyStopping | None = None
-    """Early stopping of trials; unset, all trials run to their end."""
 
 
 class _Result(TypedDict):
@@ -190,54 +167,3 @@ class Sweep:
         # `raysim resume` writes parameters.safetensors when it completes a stopped trial.
         was_resumed = (trial.folder / "parameters.safetensors").exists()
         return self.settings.early_stopping is not None and not was_resumed
-
-
-@dataclass(frozen=True)
-class SweepSpec:
-    """Sweep as written, before its trials are resolved."""
-
-    points: list[dict[str, Any]]
-    """Values of the keys that vary, for each point."""
-
-    drawn: dict[str, Draw]
-    """Distributions of the keys that are drawn."""
-
-    fixed: dict[str, Any]
-    """Overrides with a single value, common to all points."""
-
-    settings: SweepSettings
-    """Settings of the sweep."""
-
-    source: str | Path | Mapping[str, Any]
-    """Configuration file, name of a shipped one, or mapping."""
-
-    def raw(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration at a point, not yet checked.
-
-        By default a trial runs in one process on one core.
-
-        Args:
-            point: values of the keys that vary.
-
-        Raises:
-            ConfigError: the configuration cannot be read, or sets `run_dir`.
-        """
-        raw = loading.read_config(
-            self.source, {**self.fixed, **point}, resolve.keys, registry.algorithm_defaults
-        )
-        raw.pop("sweep", None)
-        raw = with_environment(raw)
-        if raw.get("run_dir") is not None:
-            raise ConfigError(
-                "run_dir: every trial of a sweep has a separate folder; leave run_dir out (--dir "
-                "sets the folder of all trials)"
-            )
-        resources = raw.get("resources", {})
-        if isinstance(resources, Mapping) and resources.get("executor", "inline") == "inline":
-            raw["resources"] = {
-                "executor": "inline",
-                "threads": 1,
-                "server_threads": 1,
-                **resources,
-            }
-        return raw

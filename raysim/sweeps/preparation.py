@@ -9,14 +9,13 @@ import hashlib
 import json
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from raysim import data
-from raysim.config import explain, loading
+from raysim.config import loading
 from raysim.config.schema import Config
-from raysim.config.sections.base import Section
 from raysim.config.sections.data import AnyData
 from raysim.config.tracking_uri import redacted_uri
 from raysim.engine import early_stop
@@ -27,25 +26,15 @@ from raysim.prepare import resolve
 from raysim.reports import grouping
 from raysim.reports.claims.claim_section import Claim, check_sides, read_claims
 from raysim.rules.methods import registry
-from raysim.spelling import did_you_mean
-from raysim.sweeps import search_space
-from raysim.sweeps.definition import Sweep, SweepSettings, SweepSpec, Trial
-from raysim.sweeps.search_space import Axis, Draw, as_text
+from raysim.sweeps import reading, search_space
+from raysim.sweeps.definition import Sweep, Trial
+from raysim.sweeps.reading import Source, SweepSettings, SweepSpec, trial_error
 from raysim.sweeps.trial_stopping import EarlyStopping
 
 logger = logging.getLogger("raysim")
 
 
-class _SweepFile(Section):
-    """File with only a section `sweep`, so that errors name the full key."""
-
-    sweep: SweepSettings
-    """Settings of the sweep."""
-
-
-def read_sweep(
-    source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()
-) -> SweepSpec:
+def read_sweep(source: Source, overrides: Iterable[str] | Mapping[str, Any] = ()) -> SweepSpec:
     """Read a sweep without resolving its trials.
 
     Args:
@@ -56,90 +45,16 @@ def read_sweep(
         The points of all grids, not yet checked.
 
     Raises:
-        ConfigError: the sweep is invalid.
+        ConfigError: the sweep or a claim is invalid.
     """
     # Errors in claims are reported before any trial runs.
     read_claims(source)
-    fixed, axes = search_space.split_overrides(overrides)
-    keys_of_settings = [key for key in fixed if key.partition(".")[0] == "sweep"]
-    settings_overrides = {key: fixed.pop(key) for key in keys_of_settings}
-    raw = loading.read_config(source, (), resolve.keys, registry.algorithm_defaults)
-    section = raw.get("sweep")
-    grids, settings = _parse_sweep_section(section, settings_overrides)
-    grids = [search_space.laid_over(grid, fixed, axes) for grid in grids]
-    drawn = _drawn_keys(grids)
-    _check_samples(settings.samples, drawn)
-    if section is None and not axes:
-        raise ConfigError(
-            "sweep: nothing varies; pass lists of values, as in seed=0..4 local.lr=0.1,0.01, or "
-            "add a section sweep"
-        )
-    n_samples = settings.samples or 1
-    search_space.check_size(grids, n_samples)
-    points: list[dict[str, Any]] = []
-    for grid in grids:
-        points += search_space.points(grid, n_samples, settings.sample_seed)
-    return SweepSpec(points, drawn, fixed, settings, source)
-
-
-def _drawn_keys(grids: Iterable[Mapping[str, Axis]]) -> dict[str, Draw]:
-    """Return the distributions of the keys that are drawn."""
-    drawn: dict[str, Draw] = {}
-    for grid in grids:
-        drawn |= {key: axis for key, axis in grid.items() if isinstance(axis, Draw)}
-    return drawn
-
-
-def _check_samples(samples: int | None, drawn: Mapping[str, Draw]) -> None:
-    """Raise ConfigError unless the number of draws is set if, and only if, keys are drawn."""
-    if drawn and samples is None:
-        key, draw = next(iter(drawn.items()))
-        raise ConfigError(
-            f"sweep.samples: {key} is drawn from {draw}; set the number of draws, as in "
-            "sweep.samples=20"
-        )
-    if samples is not None and not drawn:
-        raise ConfigError(
-            "sweep.samples: nothing is drawn; leave it out, or draw a key, as in "
-            "local.lr=loguniform(1e-3,1)"
-        )
-
-
-def _parse_sweep_section(
-    section: Any, overrides: dict[str, Any]
-) -> tuple[list[dict[str, Axis]], SweepSettings]:
-    """Return the grids and the settings of the section `sweep`, with overrides of the settings.
-
-    Keys beside `grids` belong to all grids.
-    """
-    whole = (
-        dict(section)
-        if isinstance(section, Mapping)
-        else {"grids": {} if section is None else section}
-    )
-    if strange := [key for key in whole if isinstance(key, str) and _is_strange(key)]:
-        known = [*SweepSettings.model_fields, "grids", *Config.model_fields]
-        raise ConfigError(f"sweep.{strange[0]}: unknown key{did_you_mean(strange[0], known)}")
-    known = {key: whole.pop(key) for key in SweepSettings.model_fields if key in whole}
-    raw = loading.read_config({"sweep": known}, overrides)
-    settings = explain.checked_section(_SweepFile, raw).sweep
-    grids = search_space.grids(whole.pop("grids", {}))
-    (common,) = search_space.grids(whole)
-    return [search_space.laid_over(grid, {}, common) for grid in grids], settings
-
-
-def _is_strange(key: str) -> bool:
-    """Return True if a key of the section `sweep` is unknown."""
-    return "." not in key and key not in (
-        *SweepSettings.model_fields,
-        *Config.model_fields,
-        "grids",
-        "extends",
-    )
+    read = partial(loading.read_config, keys=resolve.keys, defaults=registry.algorithm_defaults)
+    return reading.read_sweep(source, overrides, read)
 
 
 def prepare_sweep(
-    source: str | Path | Mapping[str, Any],
+    source: Source,
     overrides: Iterable[str] | Mapping[str, Any] = (),
     folder: str | Path | None = None,
     where: Sequence[str] = (),
@@ -203,10 +118,7 @@ def _resolved_point(spec: SweepSpec, point: Mapping[str, Any], axes: Collection[
     try:
         return resolve.resolve_plan(spec.raw(point), load_once)
     except ConfigError as error:
-        title = " ".join(f"{key}={as_text(value)}" for key, value in point.items())
-        if not title:
-            raise ConfigError(str(error)) from None
-        raise ConfigError(f"trial {title}: {error}{_advice(str(error), axes)}") from None
+        raise trial_error(point, f"{error}{_advice(str(error), axes)}") from None
 
 
 def _trials_with_values(trials: Mapping[str, Trial], where: Sequence[str]) -> dict[str, Trial]:

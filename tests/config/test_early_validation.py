@@ -9,6 +9,8 @@ from raysim.config.loading import shipped
 from raysim.errors import ConfigError
 from raysim.prepare.early_validation import validate_early
 from raysim.prepare.resolve import prepare
+from raysim.sweeps.preparation import prepare_sweep
+from raysim.sweeps.reading import validate_sweep_early
 
 MISTAKES = [
     ["roundz=3"],
@@ -31,6 +33,7 @@ MISTAKES = [
     ["algorithm=fedasync", "schedule.cohort=3"],
     ["seed=true"],
 ]
+QUICK = {"data": "digits", "rounds": 2, "algorithm": "fedavg"}
 LEFT_TO_THE_WHOLE_VALIDATION = [
     ["algorithm=fedprox", "mu=0.1"],
     ["algorithm=fedbuff", "schedule.buffer_size=3"],
@@ -48,9 +51,64 @@ def test_a_mistake_has_the_message_of_the_whole_validation(overrides):
     assert str(early.value) == str(whole.value)
 
 
+@pytest.mark.parametrize("overrides", MISTAKES, ids=" ".join)
+def test_a_mistake_of_a_trial_has_the_message_of_the_whole_validation(overrides):
+    assert_same_message("quickstart", [*overrides, "sweep.samples=2", "name=choice(a,b)"])
+    assert_same_message({"sweep": {"name": ["a", "b"]}, **QUICK}, overrides)
+
+
+MISTAKES_OF_SWEEPS = [
+    ["rundsx=2"],
+    ["rundsx=1,2"],
+    ["rounds=2"],
+    ["rounds=1,0"],
+    ["rounds=2..1"],
+    ["rounds=1,2", "local.lr=0.1,fast"],
+    ["algorithm=fedavg,fedbuff", "schedule.bufer=1,2"],
+    ["local.lr=loguniform(1e-3,1)"],
+    ["local.lr=loguniform(1,1)", "sweep.samples=2"],
+    ["seed=0..1", "sweep.samples=2"],
+    ["seed=0..1", "sweep.sampels=2"],
+    ["seed=0..1", "sweep.early_stopping.grace_period=0"],
+    ["seed=0..1", "run_dir=here"],
+    ["tracking.uri=a,b"],
+    ["seed=0..20000"],
+]
+
+
+@pytest.mark.parametrize("overrides", MISTAKES_OF_SWEEPS, ids=" ".join)
+def test_a_mistake_of_a_sweep_has_the_message_of_the_whole_validation(overrides):
+    assert_same_message("quickstart", overrides)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"sed": [0, 1]},
+        {"seed": []},
+        {"grids": [{"seed": [0]}, {"seed": ["one"]}]},
+        {"grids": {"local.stepz": [1, 2]}},
+        [1],
+        {"samples": 0, "seed": [0, 1]},
+    ],
+    ids=str,
+)
+def test_a_mistake_in_a_section_sweep_has_the_message_of_the_whole_validation(section):
+    assert_same_message({**QUICK, "sweep": section}, [])
+
+
+def assert_same_message(source, overrides):
+    with pytest.raises(ConfigError) as early:
+        validate_sweep_early(source, overrides)
+    with pytest.raises(ConfigError) as whole:
+        prepare_sweep(source, overrides)
+    assert str(early.value) == str(whole.value)
+
+
 @pytest.mark.parametrize("overrides", LEFT_TO_THE_WHOLE_VALIDATION, ids=" ".join)
 def test_what_only_the_method_knows_is_left_to_the_whole_validation(overrides):
     validate_early("quickstart", overrides)
+    validate_sweep_early("quickstart", [*overrides, "seed=0,1"])
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedbuff", "dpsgd", "wkafl", "gradma"])
@@ -58,6 +116,11 @@ def test_a_correct_configuration_is_not_refused(algorithm):
     for source in shipped():
         validate_early(source)
         validate_early(source, [f"algorithm={algorithm}"])
+
+
+@pytest.mark.parametrize("source", [name for name in shipped() if "match" not in name])
+def test_a_correct_sweep_is_not_refused(source):
+    validate_sweep_early(source, ["seed=0,1"])
 
 
 def test_a_missing_file_is_named():
@@ -70,9 +133,16 @@ def test_a_missing_file_is_named():
     [
         (["run", "quickstart", "roundz=3"], 2),
         (["run", "quickstart", "rounds=1,2"], 2),
+        (["sweep", "quickstart", "rundsx=2"], 2),
+        (["sweep", "quickstart", "seed=0,1", "local.lr=fast", "--dry-run"], 2),
+        (["bench", "quickstart", "roundz=3"], 2),
+        (["check-convergence", "quickstart", "roundz=3"], 2),
         (["run", "nothing", "--dry-run"], 2),
         (["list", "configs"], 0),
         (["list", "schedules"], 0),
+        (["list", "algorithms", "--family", "robust"], 0),
+        (["list", "data", "--json"], 0),
+        (["list", "metrics"], 0),
         (["report", "table", "nothing"], 2),
     ],
 )

@@ -1,7 +1,7 @@
 """JSON Schema of a configuration file, for editors and for shell completion.
 
-configs/schema.json is the schema of what ships with raysim. A test compares it with the code; after
-a change of the configuration, generate it again:
+configs/schema.json is the schema of what ships with raysim, with the rows that `raysim list`
+prints. A test compares it with the code; after a change of the configuration, generate it again:
 
     raysim schema --shipped > configs/schema.json
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, TypeAdapter, create_model
 
+from raysim.cli.pages import lists
 from raysim.cli.pages.keys import keys_of
 from raysim.config import entry_points
 from raysim.config.sections.base import Named, Section
@@ -62,7 +63,7 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     from raysim.config.sections.schedule import Clocked
     from raysim.rules.tasks.shipped_tasks import TASKS
     from raysim.rules.upload_stages import STAGES
-    from raysim.sweeps.definition import SweepSettings
+    from raysim.sweeps.reading import SweepSettings
 
     schema = _section_schema(Config)
     definitions: dict[str, JsonSchema] = schema["$defs"]
@@ -135,7 +136,10 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
         "additionalProperties": False,
         "$defs": definitions,
     }
-    return _without_noise(whole)
+    plain = _without_noise(whole)
+    if distribution is not None:
+        plain[lists.IN_SCHEMA] = lists.shipped_rows()
+    return plain
 
 
 def _section_schema(section: type[BaseModel]) -> JsonSchema:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
@@ -10,6 +12,15 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 from raysim.config import entry_points
 from raysim.config.identity import Identity
 from raysim.config.sections.base import Named, Positive, Section, kind_or_own
+
+
+def data_root(root: str | Path | None = None) -> Path:
+    """Return the folder of the data sets: `root`, else $RAYSIM_DATA, else ~/.cache/raysim.
+
+    Args:
+        root: `data.root` of the configuration; None: not set.
+    """
+    return Path(root or os.environ.get("RAYSIM_DATA") or "~/.cache/raysim").expanduser()
 
 
 class Quadratics(Section):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from raysim.data.dataset import data_root
+from raysim.config.sections.data import data_root
 from raysim.errors import ConfigError
 from raysim.system import files
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raysim.config.sections.data import Data, Quadratics
+from raysim.config.sections.data import Data, Quadratics, data_root
 from raysim.data import quadratics
 from raysim.data.dataset import (
     IMAGENET_GREY_MEAN_STD,
@@ -21,7 +21,6 @@ from raysim.data.dataset import (
     UNIT_MEAN_STD,
     Dataset,
     channels_first,
-    data_root,
     missing_files_error,
     normalise,
 )

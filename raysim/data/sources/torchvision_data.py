@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from raysim.config.sections.data import TorchvisionData
+from raysim.config.sections.data import TorchvisionData, data_root
 from raysim.data.class_names import class_names, in_names_order
-from raysim.data.dataset import Dataset, data_root
+from raysim.data.dataset import Dataset
 from raysim.data.images import (
     as_squares,
     common_mode,

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from raysim.config import entry_points, python_objects
 from raysim.config.explain import annotation_types, explain_validation_error
 from raysim.config.references import load_file, load_object, place_of
-from raysim.config.schema import FEDAVG
+from raysim.config.schema import FEDAVG, GENERAL
 from raysim.errors import ConfigError, in_a_line
 from raysim.rules.contract import (
     ALGORITHMS,
@@ -33,7 +33,7 @@ from raysim.rules.contract import (
 )
 from raysim.rules.errors.user_code import class_defined_at
 from raysim.rules.methods.misspelled_methods import refuse_misspelled_methods, untyped
-from raysim.rules.rule import GENERAL, Rule, family
+from raysim.rules.rule import Rule, family
 from raysim.spelling import did_you_mean
 from raysim.system.signals import reraise_stop
 
