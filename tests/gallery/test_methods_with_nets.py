@@ -3,13 +3,13 @@ policy, hypernetwork, conditional valve, and the bias of a representation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.gallery_runs import BODY, LR, NET, SIZES, Done, net
+from support.gallery_runs import BODY, LR, NET, SIZES, Done, check, net
 from support.oracle_cases import MODES, by_round
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -52,31 +52,20 @@ def classify(w: Any, h: Tensor) -> Tensor:
     return h @ head[: C * F].reshape(C, F).T + head[C * F :]
 
 
-def normalise(a: Tensor, axes: Sequence[int], scale: Tensor, shift: Tensor) -> Tensor:
+def normalise(a: Tensor, axes: list[int], scale: Tensor, shift: Tensor) -> Tensor:
     """Layer normalisation."""
     mean = a.mean(axes, keepdim=True)
     variance = ((a - mean) ** 2).mean(axes, keepdim=True)
     return (a - mean) / torch.sqrt(variance + 1e-5) * scale + shift
 
 
-def test_loss(done: Done, logits: Callable[[int, np.ndarray], Tensor]) -> float:
+def loss_on_tests(done: Done, logits: Callable[[int, np.ndarray], Tensor]) -> float:
     """The mean over all clients of the loss of `logits(client, X)` on their test examples."""
     losses = [
         cross_entropy(logits(i, X), torch.tensor(y).long()).item()
         for i, (X, y) in done.tests().items()
     ]
     return float(np.mean(losses))
-
-
-test_loss.__test__ = False  # ty: no test
-
-
-def check(found: Any, expected: Any, before: Any = 0.0) -> None:
-    """Check two arrays up to a billionth of the largest change from `before`."""
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert found.shape == expected.shape
-    change = np.abs(expected - before).max()
-    assert change > 0 and np.abs(found - expected).max() <= 1e-9 * change
 
 
 def steps_of(done: Done, t: int, i: int, **noise: tuple) -> list[tuple]:
@@ -93,17 +82,23 @@ def steps_of(done: Done, t: int, i: int, **noise: tuple) -> list[tuple]:
     return found
 
 
-def shares(done: Done, cohort: Sequence[int], by_samples: bool) -> np.ndarray:
-    """The weights of a round's clients in means."""
-    n = np.array([len(done.feed.data[i][1]) if by_samples else 1.0 for i in cohort])
-    return n / n.sum()
+def shares(done: Done, cohort: Iterable[int]) -> list[float]:
+    """The clients' shares of the round's examples."""
+    n = [len(done.feed.data[i][1]) for i in cohort]
+    return [size / sum(n) for size in n]
+
+
+def mixed(p: Sequence[float], values: Sequence[Any]) -> Any:
+    """The sum of p_i v_i."""
+    return sum(share * value for share, value in zip(p, values, strict=True))
 
 
 class Adam:
     """Kingma 2015, algorithm 1."""
 
     def __init__(self, lr: float, size: int):
-        self.lr, self.t, self.moments = lr, 0, [(0.0, 0.0)] * size
+        self.lr, self.t = lr, 0
+        self.moments: list[tuple[Any, Any]] = [(0.0, 0.0)] * size
 
     def step(self, at: list[np.ndarray], g: list[np.ndarray]) -> list[np.ndarray]:
         self.t += 1
@@ -165,8 +160,8 @@ def test_fedgen(mode, train):
 
                 w = w - lr * gradients(loss, w)[0]
             ends.append(w)
-        counts = sum(np.bincount(done.feed.data[i][1], minlength=C) for i in cohort)
-        prior, p = counts / counts.sum(), shares(done, cohort, by_samples=True)
+        counts = np.sum([np.bincount(done.feed.data[i][1], minlength=C) for i in cohort], 0)
+        prior, p = counts / counts.sum(), shares(done, cohort)
         priors.append(prior)
         rng, adam = server_numbers("generator", t), Adam(adam_lr, 4)
         for _ in range(T):
@@ -175,13 +170,10 @@ def test_fedgen(mode, train):
 
             def mean_loss(*G, y=y, eps=eps, ends=ends, p=p):
                 z = imagine(G, y, eps)
-                logits = sum(
-                    share * classify(w, z) for share, w in zip(p.tolist(), ends, strict=True)
-                )
-                return cross_entropy(logits, y)
+                return cross_entropy(mixed(p, [classify(w, z) for w in ends]), y)
 
             G = adam.step(G, gradients(mean_loss, *G))
-        x = x - server_lr * sum(share * (x - w) for share, w in zip(p, ends, strict=True))
+        x = x - server_lr * (x - mixed(p, ends))
         state = done.states[t + 1]
         check(done.xs[t + 1], x)
         check(state["prior"], prior)
@@ -206,7 +198,7 @@ def discrepancy(h: Tensor, g: Tensor) -> Tensor:
 
     def kernels(u, v):
         squares = ((u[:, None] - v[None]) ** 2).sum(2)
-        return sum((-squares / (2 * a)).exp() for a in (10, 15, 20, 50))
+        return torch.stack([(-squares / (2 * a)).exp() for a in (10, 15, 20, 50)]).sum(0)
 
     return (kernels(h, h) + kernels(g, g) - 2 * kernels(h, g)).mean()
 
@@ -253,10 +245,10 @@ def test_fedcp(mode, train):
                 w, a, b = w - lr * (g[0] + pull + decay * weights * w), a - lr * g[1], b - lr * g[2]
             heads[i] = w[BODY:]
             ends.append((np.concatenate([w[:BODY], (w[BODY:] + x[BODY:]) / 2]), a, b))
-        p = shares(done, cohort, by_samples=True)
+        p = shares(done, cohort)
         before = x, A, V
-        x = x - server_lr * sum(p_i * (x - end[0]) for p_i, end in zip(p, ends, strict=True))
-        A, V = (sum(p_i * end[k] for p_i, end in zip(p, ends, strict=True)) for k in (1, 2))
+        x_end, A, V = (mixed(p, values) for values in zip(*ends, strict=True))
+        x = x - server_lr * (x - x_end)
         state = done.states[t + 1]
         for found, expected, start in zip(
             (done.xs[t + 1], state["policy"], state["vectors"]), (x, A, V), before, strict=True
@@ -269,7 +261,7 @@ def test_fedcp(mode, train):
             r, s = separate(h, A, V, direction(head))
             return classify(head, r * h) + classify(x, s * h)
 
-        expected = test_loss(done, logits)
+        expected = loss_on_tests(done, logits)
         assert done.records[t + 1]["clients/loss"] == pytest.approx(expected, rel=1e-9)
         assert t > 0 or len(heads) < len(SIZES)  # some are evaluated with the head of x_0
     for i, head in heads.items():
@@ -317,10 +309,10 @@ def test_pfedhn(mode, layers, train):
             for X, y in done.batches(t, i):
                 w = w - by_round(FALLING)(t) * NET.grad(w, X, y)
             deltas[i] = theta - w
-        p = dict(zip(cohort, shares(done, cohort, by_samples=True).tolist(), strict=True))
+        p = shares(done, cohort)
 
         def product(*phi, deltas=deltas, p=p):
-            return sum(p[i] * model(i, *phi) @ torch.tensor(deltas[i]) for i in deltas)
+            return mixed(p, [model(i, *phi) @ torch.tensor(deltas[i]) for i in deltas])
 
         G = gradients(product, *phi)
         m = [momentum * a + g + decay * b for a, g, b in zip(m, G, phi, strict=True)]
@@ -394,9 +386,9 @@ def test_gpfl(mode, train):
                 theta = [a - lr * (d + mu * a) for a, d in zip(theta, g[1:], strict=True)]
             heads[i] = w[BODY:]
             ends.append((np.concatenate([w[:BODY], x[BODY:]]), *theta))
-        p, before = shares(done, cohort, by_samples=True), (E, A, V)
-        x = x - server_lr * sum(p_i * (x - end[0]) for p_i, end in zip(p, ends, strict=True))
-        E, A, V = (sum(p_i * end[k] for p_i, end in zip(p, ends, strict=True)) for k in (1, 2, 3))
+        p, before = shares(done, cohort), (E, A, V)
+        x_end, E, A, V = (mixed(p, values) for values in zip(*ends, strict=True))
+        x = x - server_lr * (x - x_end)
         check(done.xs[t + 1], x)
         for key, expected, start in zip(
             ("embeddings", "valve", "vectors"), (E, A, V), before, strict=True
@@ -409,7 +401,7 @@ def test_gpfl(mode, train):
                 heads.get(i, done.feed.x0[BODY:]), valve(h, torch.tensor(share(i) @ E), A, V)
             )
 
-        expected = test_loss(done, logits)
+        expected = loss_on_tests(done, logits)
         assert done.records[t + 1]["clients/loss"] == pytest.approx(expected, rel=1e-9)
         assert t > 0 or len(heads) < len(SIZES)  # some have no shares of classes yet
     for i, head in heads.items():
@@ -454,10 +446,10 @@ def test_feddbe(mode, train):
             biases[i] = z
             ends.append(w)
             means.append(m)
-        p = shares(done, cohort, by_samples=True)
-        x = x - server_lr * sum(p_i * (x - w) for p_i, w in zip(p, ends, strict=True))
+        p = shares(done, cohort)
+        x = x - server_lr * (x - mixed(p, ends))
         if consensus is None:
-            consensus = p @ np.array(means)
+            consensus = mixed(p, means)
         check(done.xs[t + 1], x)
         check(done.states[t + 1]["mean"], consensus)
 
@@ -465,7 +457,7 @@ def test_feddbe(mode, train):
             h = net(torch.tensor(x), X)[0]
             return classify(x, h + torch.tensor(biases.get(i, np.zeros(F))))
 
-        expected = test_loss(done, logits)
+        expected = loss_on_tests(done, logits)
         assert done.records[t + 1]["clients/loss"] == pytest.approx(expected, rel=1e-9)
     assert np.isnan(done.states[0]["mean"]).all() and max(ratios) > 0.1
     for i, z in biases.items():
