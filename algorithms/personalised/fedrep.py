@@ -30,7 +30,8 @@ class FedRepClient(ClientRule):
 
     def step(self, shared, state, batch, task):
         in_turn = state["head"] == (state["step"] < self.head_steps)
-        w = task.descend(state["w"], task.grad(state["w"], batch) * in_turn)
+        direction = self.direction(shared, state, batch, task)
+        w = task.descend(state["w"], direction * in_turn)
         w = torch.where(in_turn, w, state["w"])  # no weight decay or momentum out of turn
         return {**state, "w": w, "step": state["step"] + 1}
 

@@ -1,12 +1,22 @@
 """Oort (Lai et al., OSDI 2021).
 
 The server prefers clients whose examples have a large loss and that are fast. In round R the
-utility of client i with n examples is (n sqrt(mean of loss²) + sqrt(0.1 log R / L)) min(1, T /
-t)^alpha, where L is its last round and t the time that it took. A share epsilon of the cohort are
-clients that were never seen. The others are drawn in proportion to their utilities, from those with
-at least 95 % of the utility of the last one that would be selected by rank. Losses are those of the
-received model. The authors' code maps the first term to [0, 1] over the clients before it adds the
-second one; here, as in the paper's formula, n and the loss decide how much the second one counts.
+utility of client i with n examples is (U + sqrt(0.1 log R / L)) min(1, T / t)^alpha, with U = n
+sqrt(mean of loss²) at the received model, cut off at the value that a share `clip` of the known
+clients do not exceed; L is its last round and t the time that it took. A share of the cohort,
+epsilon decay^(R - 1) but at least epsilon_min, are clients that were never seen. The others are
+drawn in proportion to their utilities, from those with at least 95 % of the utility of the last one
+that would be selected by rank.
+
+Pacer: the preferred duration T grows by Delta when the sum of U over the clients of the last W
+rounds is below that of the W rounds before. With `blacklist`, clients that took part in more rounds
+than that are no longer preferred, at most 30 % of all.
+
+The authors' code maps U to [0, 1] over the clients before it adds the second term; here, as in the
+paper's formula, n and the loss decide how much the second one counts. It compares the W rounds
+every W rounds only, takes for T a percentile of the durations that grows if the sums differ by less
+than 10 %, and prefers large clients among the unseen, as the paper does fast ones if they are
+known.
 
 Run: raysim run quickstart algorithm=oort schedule.client_speeds=lognormal
 """
@@ -14,43 +24,99 @@ Run: raysim run quickstart algorithm=oort schedule.client_speeds=lognormal
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule, task_loss
+from raysim.rules import Algorithm, ClientRule, Logged, task_loss
+
+CUT_OFF = 0.95
+"""Share of the utility of the last one by rank from which a client may be drawn."""
+MAX_BLACKLISTED = 0.3
+"""Largest share of the clients on the blacklist."""
 
 
 @dataclass(frozen=True)
 class OortClient(ClientRule):
     """Local SGD that reports the utility of the client's losses."""
 
+    sends = ("delta", "U")
     supports_dp = False  # the losses have no noise
 
     def finish(self, shared, state, client_state, data, task):
-        sent, kept = super().finish(shared, state, client_state, data, task)
         net = task.net(shared["x"], data.examples, "eval", task.global_buffers)
-        return {**sent, "metric/U": data.n**0.5 * task_loss(net, data.examples).norm()}, kept
+        U = data.n**0.5 * task_loss(net, data.examples).norm()
+        return {"delta": shared["x"] - state["w"], "U": U[None], "metric/U": U}, {}
 
 
 @dataclass(frozen=True)
 class OortServer(FedAvgServer):
     """FedAvg with clients that are drawn by loss and speed."""
 
+    uploads = {"delta": "mean", "U": "sum"}
+    logs = (Logged("preferred_duration", "T of Oort, in virtual time"),)
     T: float = 1.0
-    """Preferred duration of a round, in virtual time."""
+    """Preferred duration of a round at first, in virtual time."""
+    Delta: float = 1.0
+    """What the pacer adds to T."""
+    W: int = 20
+    """Rounds whose utility the pacer compares with that of as many before."""
     alpha: float = 2.0
     """Exponent of the penalty of slower clients."""
-    epsilon: float = 0.2
-    """Share of the cohort that was never seen."""
+    epsilon: float = 0.9
+    """Share of the cohort that was never seen, in the first round."""
+    decay: float = 0.98
+    """Factor of `epsilon` from round to round."""
+    epsilon_min: float = 0.2
+    """Least share of the cohort that was never seen."""
+    clip: float = 0.95
+    """Share of the known clients whose utility is not cut off."""
+    blacklist: int = 0
+    """Rounds after which a client is no longer preferred; 0: never."""
+
+    def init(self, x0, problem):
+        sums = torch.full((2 * self.W,), torch.nan, dtype=torch.float64, device=x0.device)
+        rounds = {"n_rounds": sums.new_zeros(problem.n_clients)}
+        return {"x": x0, "T": sums.new_tensor(self.T), "sums": sums, **rounds}
 
     def select(self, state, pool, rng):
+        U = pool.metric("U")
+        known = np.sort(U[~np.isnan(U)])
+        if len(known):
+            U = np.minimum(U, known[min(int(self.clip * len(known)), len(known) - 1)])
         age = np.sqrt(0.1 * np.log(pool.round + 1) / np.maximum(pool.last_round + 1, 1))
-        utility = (pool.metric("U") + age) * np.minimum(1, self.T / pool.duration) ** self.alpha
+        penalty = np.minimum(1, float(state["T"]) / pool.duration) ** self.alpha
+        utility = (U + age) * penalty
         unseen = rng.permutation(np.flatnonzero(np.isnan(utility)))
-        n_new = min(len(unseen), round(self.epsilon * pool.size))
-        n_old = min(len(utility) - len(unseen), pool.size - n_new)
-        keys = np.where(utility >= -0.95 * np.sort(-utility)[n_old - 1], np.log(utility), -np.inf)
+        utility[self._blacklisted(state, pool)] = np.nan
+        epsilon = max(self.epsilon * self.decay**pool.round, self.epsilon_min)
+        n_new = min(len(unseen), round(epsilon * pool.size))
+        n_old = min(int((~np.isnan(utility)).sum()), pool.size - n_new)
+        cut = -np.sort(-utility)[n_old - 1]
+        keys = np.where(utility >= CUT_OFF * cut, np.log(utility), -np.inf)
         old = np.argsort(-keys - rng.gumbel(size=len(keys)))[:n_old]  # a draw by utility
         return pool.ids[np.concatenate([old, unseen[: pool.size - n_old]])]
 
+    def _blacklisted(self, state, pool):
+        """Return the positions in the pool of the clients that took part in too many rounds."""
+        n_rounds = state["n_rounds"].cpu().numpy()[pool.ids]
+        most = np.argsort(-n_rounds, kind="stable")[: int(MAX_BLACKLISTED * len(n_rounds))]
+        return most[n_rounds[most] > self.blacklist] if self.blacklist else []
 
-Algorithm("oort", OortClient, OortServer, "Lai 2021", traffic="down P, up P + 1")
+    def update(self, state, reports):
+        sums = torch.cat([state["sums"][1:], reports.sum("U").to(state["sums"])])
+        falls = sums[: self.W].sum() > sums[self.W :].sum()  # not with NaN, in the first rounds
+        T = state["T"] + self.Delta * falls.to(sums)
+        n_rounds = state["n_rounds"].clone()
+        n_rounds[reports.ids] += 1
+        reports.log(preferred_duration=T)
+        return {**super().update(state, reports), "T": T, "sums": sums, "n_rounds": n_rounds}
+
+
+Algorithm(
+    "oort",
+    OortClient,
+    OortServer,
+    "Lai 2021",
+    state="server N + 2W + 1, client 0",
+    traffic="down P, up P + 1",
+)

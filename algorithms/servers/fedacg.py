@@ -1,8 +1,8 @@
 """FedACG, accelerated client gradient (Kim et al., CVPR 2024).
 
-Clients start ahead of the global model, at s = x + lam m, and stay near it: they minimise
-f(w) + beta/2 |w - s|². The server keeps the momentum: m <- lam m - lr mean_i (s - w_i), and moves
-x <- x + m. The authors' code has no server learning rate.
+Clients receive a point ahead of the global model, s = x + lam m, and stay near it: they minimise
+f(w) + beta/2 |w - s|². The server keeps the momentum: m <- lam m - lr mean_i (s - w_i), and moves x
+<- x + m. x is evaluated. The authors' code has no server learning rate.
 
 Run: raysim run quickstart algorithm=fedacg
 """
@@ -14,31 +14,19 @@ from raysim.rules import Algorithm, ClientRule, ServerRule
 
 @dataclass(frozen=True)
 class FedACGClient(ClientRule):
-    """Local SGD from a point ahead of the global model, to which it is pulled."""
+    """Local SGD that is pulled to its start, a point ahead of the global model."""
 
-    needs = ("x", "ahead")
     beta: float = 0.01
     """Strength of the pull."""
 
-    def begin(self, shared, client_state, data, task):
-        start = shared["x"] + shared["ahead"]
-        return start, task.buffers, {"start": start}
-
     def direction(self, shared, state, batch, task):
-        return task.grad(state["w"], batch) + self.beta * (state["w"] - state["start"])
-
-    def finish(self, shared, state, client_state, data, task):
-        return {"delta": state["start"] - state["w"]}, {}
-
-    def evaluated(self, shared, client_state, data, task):
-        return shared["x"], task.buffers
+        return task.grad(state["w"], batch) + self.beta * (state["w"] - shared["x"])
 
 
 @dataclass(frozen=True)
 class FedACGServer(ServerRule):
     """Momentum of the updates, which clients receive before they train."""
 
-    provides = ("x", "ahead")
     lam: float = 0.85
     """Momentum."""
 
@@ -46,18 +34,14 @@ class FedACGServer(ServerRule):
         return {"x": x0, "m": x0.new_zeros(len(x0))}
 
     def broadcast(self, state):
-        return {"x": state["x"], "ahead": self.lam * state["m"]}
+        return {"x": state["x"] + self.lam * state["m"]}
+
+    def for_evaluation(self, state):
+        return {"x": state["x"]}
 
     def update(self, state, reports):
         m = self.lam * state["m"] - self.lr * reports.mean("delta")
         return {"x": state["x"] + m, "m": m}
 
 
-Algorithm(
-    "fedacg",
-    FedACGClient,
-    FedACGServer,
-    "Kim 2024",
-    state="server P, client 0",
-    traffic="down 2P, up P",
-)
+Algorithm("fedacg", FedACGClient, FedACGServer, "Kim 2024", state="server P, client 0")

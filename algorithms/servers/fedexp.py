@@ -1,9 +1,10 @@
 """FedExP (Jhunjhunwala et al., ICLR 2023).
 
-The server extrapolates: x <- x - eta mean_i delta_i with
-eta = max(1, mean_i |delta_i|² / (2 (|mean_i delta_i|² + epsilon))). The paper evaluates the mean of
-the last two models. The authors' code has M epsilon for M clients in place of epsilon, lowers it in
-each round, and weighs clients by samples in both means (server.weights=samples).
+The server extrapolates: x <- x - eta mean_i delta_i with eta = max(1, mean_i |delta_i|² / (2
+(|mean_i delta_i|² + epsilon))). The mean of the last two models is evaluated, since the models
+oscillate. The authors' code has M epsilon for M clients in place of epsilon, lowers it in each
+round, weighs clients by samples in both means (algorithm.weights=samples), and evaluates the last
+model alone after the first round.
 
 Run: raysim run quickstart algorithm=fedexp
 """
@@ -22,16 +23,20 @@ class FedExPServer(ServerRule):
     epsilon: float = 0.001
     """Keeps the step size from growing when updates vanish."""
 
-    @property
-    def uploads(self):
-        return {"delta": "per_client"}
+    uploads = {"delta": "per_client"}
+
+    def init(self, x0, problem):
+        return {"x": x0, "last": x0}
+
+    def for_evaluation(self, state):
+        return {"x": (state["x"] + state["last"]) / 2}
 
     def update(self, state, reports):
         mean, deltas = reports.mean("delta"), reports.per_client("delta")
         squares = deltas.new_tensor(reports.weights) @ deltas.square().sum(1)
         eta = (squares / (2 * (mean.square().sum() + self.epsilon))).clamp(min=1)
         reports.log(eta=eta)
-        return {"x": state["x"] - self.lr * eta * mean}
+        return {"x": state["x"] - self.lr * eta * mean, "last": state["x"]}
 
 
-Algorithm("fedexp", FedAvgClient, FedExPServer, "Jhunjhunwala 2023")
+Algorithm("fedexp", FedAvgClient, FedExPServer, "Jhunjhunwala 2023", state="server P, client 0")

@@ -353,12 +353,16 @@ class ServerActor(_Actor):
         return outcomes, dict(zip(bases, map(read_broadcast, trees), strict=True))
 
     @working
-    def publish(self) -> Tree:
+    def publish(self, for_evaluation: bool) -> Tree:
         """Return the last broadcast as arrays, for the object store.
 
         Unlike the shared buffer, the object store keeps it after the next broadcast.
+
+        Args:
+            for_evaluation: whether to return what is evaluated in its place.
         """
-        return packed(as_groups(self.last_broadcast))
+        last = self.last_broadcast
+        return packed(as_groups(last.for_evaluation() if for_evaluation else last))
 
     @working
     def snapshot(self) -> Tree:

@@ -180,7 +180,8 @@ class RayExecutor:
         evaluator = self.pool.eval
         if evaluator is None:
             return CompletedResult({})
-        return _EvaluationFuture(self.pool, evaluator, self.pool.server.publish.remote(), parts)
+        version = self.pool.server.publish.remote(True)
+        return _EvaluationFuture(self.pool, evaluator, version, parts)
 
     def evaluate_clients(
         self, version: int, broadcast: ObjectRef[ModelVersion], blocks: list[Block]
@@ -193,7 +194,8 @@ class RayExecutor:
             blocks: the clients, in blocks of evaluation.
         """
         evaluation = ClientEvaluationRound(self.pool, version)
-        evaluation.add({version: self.pool.server.publish.remote()}, blocks)
+        evaluated = self.pool.server.publish.remote(True)
+        evaluation.add({version: evaluated}, blocks)
         return evaluation
 
     def snapshot(self) -> RayFuture[State]:
@@ -237,7 +239,7 @@ class RayExecutor:
         # The driver does not open the shared buffers, so the server publishes this version again.
         if isinstance(version, SharedBufferRef):
             version = self.pool.supervisor.wait(
-                server.publish.remote(), "the last version of the model", server
+                server.publish.remote(False), "the last version of the model", server
             )
         return read_broadcast(unpacked(version, "cpu"))
 

@@ -89,7 +89,7 @@ class Inline:
         See `Executor.evaluate`.
         """
         try:
-            return CompletedResult(self.evaluator.evaluate(broadcast, parts))
+            return CompletedResult(self.evaluator.evaluate(broadcast.for_evaluation(), parts))
         except RaysimError as error:
             return FailedResult(error)
 
@@ -97,7 +97,8 @@ class Inline:
         self, version: int, broadcast: Broadcast, blocks: list[Block]
     ) -> CompletedResult[RoundResults]:
         """Evaluate clients now. See `Executor.evaluate_clients`."""
-        outcome = self.trainer.train({version: broadcast.to(self.device)}, blocks)
+        evaluated = broadcast.for_evaluation().to(self.device)
+        outcome = self.trainer.train({version: evaluated}, blocks)
         return CompletedResult(RoundResults([], [outcome], {}))
 
     def snapshot(self) -> CompletedResult[State]:

@@ -142,6 +142,22 @@ class ServerRule(Rule):
             )
         return {key: state[key] for key in self.provides}
 
+    def for_evaluation(self, state: State) -> State:
+        """Return what is evaluated in place of the broadcast; by default the broadcast.
+
+        For methods that use another model than the one from which clients train, such as a mean of
+        iterates. The test set, `evaluate.clients`, the losses of `candidates` and probes that
+        evaluate the model get it, and its "x" is the model that a run returns, saves and exports.
+        Clients train from the broadcast. It does not count as traffic.
+
+        Args:
+            state: the server's state; not to be changed.
+
+        Returns:
+            Tensors with the keys and shapes of `broadcast`.
+        """
+        return self.broadcast(state)
+
     def sent_to(self, shared: State, client: int) -> State:
         """Return what one client receives of the broadcast; by default all of it.
 

@@ -35,6 +35,7 @@ from raysim.prepare.resolve import prepare, read_run_config
 from raysim.runs import run_dir
 from raysim.runs.python_inputs import named_inputs
 from raysim.runs.run_dir import HISTORY_FILE, PARAMETERS_FILE
+from raysim.server.central_server import evaluated_params
 from raysim.system import files
 from raysim.tracking.spool import Tail
 
@@ -307,7 +308,7 @@ def load(run: str | Path, *, tracking_uri: str | None = None, **objects: Any) ->
                 f"{folder}: the run was stopped before its first checkpoint; "
                 "`raysim resume` starts it"
             )
-        x = saved.server["state/x"]
+        x = evaluated_params(saved.server)
         history = saved.facts["history"]
         try:
             plan = prepare(folder / "config.yaml")

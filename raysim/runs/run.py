@@ -39,6 +39,7 @@ from raysim.runs.run_dir import (
     write_config,
 )
 from raysim.runs.tracked_start import ForkOrigin, start_tracking
+from raysim.server.central_server import evaluated_params
 from raysim.system import files, lock, output, processes, startup_stages
 from raysim.system.signals import Signals, stoppable
 from raysim.tracking.followers import FollowedRun, require_packages
@@ -326,7 +327,7 @@ class _OpenRun:
     def result(self, engine: Engine, seconds: float) -> RunResult:
         """Return the run's result; write the parameters if all rounds are completed."""
         plan = self.plan
-        x = engine.final["state/x"]
+        x = evaluated_params(engine.final)
         named = plan.model().state_dict(x, engine.final["buffers"])
         # The parameter file marks a finished run. A stopped run has them in its checkpoint.
         if not engine.stopped:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raysim.errors import RaysimError
 from raysim.rules.client_sampling import SelectionPool
-from raysim.rules.contract import ServerRule, State
+from raysim.rules.contract import ServerRule, State, overridden
 from raysim.rules.errors.returned_values import check_tensors
 from raysim.rules.reports import Cohort, Reports
 from raysim.rules.rule import Problem
@@ -25,7 +25,12 @@ from raysim.server.round_uploads import (
     uploads_of_clients,
 )
 from raysim.server.selection import Candidates, named_candidates, selected_clients
-from raysim.server.update_checks import check_update, described_uploads, errors_name_rule
+from raysim.server.update_checks import (
+    check_evaluated,
+    check_update,
+    described_uploads,
+    errors_name_rule,
+)
 from raysim.server.update_steps import UpdateStep
 from raysim.training.messages import Broadcast, WorkerResult
 
@@ -33,6 +38,9 @@ T = TypeVar("T")
 
 NO_ROUND = -1
 """Value of `Prepared.round` before the first round."""
+
+EVALUATED = "evaluated"
+"""Key of a snapshot for the evaluated parameters, if they are not those of the state."""
 
 MIN_REMAINING_WEIGHT = 2.0**-900
 """Smallest share of a round's weights that must remain after clients were dropped.
@@ -159,6 +167,8 @@ class Server:
             self.buffers = buffers.clone()
             check_tensors(rule, "init", self.state)
         self.cohort = Cohort(0, [], problem.n_nonempty, seed=problem.seed)
+        self.evaluated: Tensor | None = None
+        """[P], the parameters that the last broadcast has for evaluation alone."""
         self.admitted: Prepared[dict[str, float]] = Prepared(NO_ROUND, {})
         """The metrics that the rule's `before_round` has logged."""
         self.named: Prepared[list[int]] = Prepared(NO_ROUND, [])
@@ -230,9 +240,16 @@ class Server:
                 self.admitted = Prepared(following.t, self.cohort.metrics)
             shared = rule.broadcast(self.state)
             check_tensors(rule, "broadcast", shared)
+            evaluated = None
+            if overridden(rule, ["for_evaluation"]):
+                evaluated = rule.for_evaluation(self.state)
+                check_evaluated(rule, shared, evaluated)
         for step in self.steps:
-            shared = {**shared, **step.shared(self.state["x"].device)}
-        return Broadcast(shared, self.buffers)
+            of_step = step.shared(self.state["x"].device)
+            shared = {**shared, **of_step}
+            evaluated = None if evaluated is None else {**evaluated, **of_step}
+        self.evaluated = None if evaluated is None else evaluated["x"]
+        return Broadcast(shared, self.buffers, evaluated=evaluated)
 
     def update(
         self, round: RoundCohort, outcomes: list[WorkerResult], bases: Mapping[int, Broadcast]
@@ -393,6 +410,8 @@ class Server:
         # Copies: a rule may change large buffers in place before the checkpoint is written.
         packed = {f"state/{k}": v.detach().cpu().clone() for k, v in self.state.items()}
         packed["buffers"] = self.buffers.cpu().clone()
+        if self.evaluated is not None:
+            packed[EVALUATED] = self.evaluated.cpu().clone()
         packed["admitted"] = torch.tensor(self.admitted.round)
         for name, value in self.admitted.value.items():
             packed[f"admitted/{name}"] = torch.tensor(value, dtype=torch.float64)
@@ -438,6 +457,15 @@ class Server:
     def bytes(self) -> int:
         """Memory of the server's state, in bytes."""
         return sum(t.numel() * t.element_size() for t in self.state.values())
+
+
+def evaluated_params(snapshot: State) -> Tensor:
+    """Return the parameters of the model that is evaluated, [P].
+
+    Args:
+        snapshot: the server's state, as `Server.snapshot` returned it.
+    """
+    return snapshot.get(EVALUATED, snapshot["state/x"])
 
 
 def _base_params(

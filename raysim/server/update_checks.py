@@ -87,6 +87,29 @@ def check_update(rule: ServerRule, t: int, before: State, state: State, reports:
         )
 
 
+def check_evaluated(rule: ServerRule, shared: State, evaluated: State) -> None:
+    """Check what a rule's `for_evaluation` returned.
+
+    Args:
+        rule: the server rule.
+        shared: what its `broadcast` returned for the same state.
+        evaluated: what `for_evaluation` returned.
+
+    Raises:
+        ContractError: it is not a dict of tensors, or has other keys or shapes than the broadcast.
+    """
+    check_tensors(rule, "for_evaluation", evaluated)
+    differing = sorted(shared.keys() ^ evaluated.keys())
+    differing += [k for k in shared if k in evaluated and evaluated[k].shape != shared[k].shape]
+    if differing:
+        raise breach(
+            rule,
+            "for_evaluation",
+            "must return tensors with the keys and shapes of broadcast; different: "
+            + ", ".join(differing),
+        )
+
+
 def described_tensor(tensor: Tensor) -> str:
     """Return shape and type of a tensor, for a message.
 

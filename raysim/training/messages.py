@@ -25,6 +25,8 @@ class Broadcast:
     """The tensors that the server rule broadcasts, by key; "x" holds the parameters."""
     buffers: Tensor
     """[Q], the BatchNorm statistics."""
+    evaluated: State | None = field(default=None, kw_only=True)
+    """What is evaluated in place of `shared` (`ServerRule.for_evaluation`); None for `shared`."""
 
     @property
     def global_params(self) -> Tensor:
@@ -36,8 +38,12 @@ class Broadcast:
         """Number of bytes that a client receives."""
         return self.buffers.nbytes + sum(tensor.nbytes for tensor in self.shared.values())
 
+    def for_evaluation(self) -> Broadcast:
+        """Return the version that is evaluated: this one, or one with the tensors `evaluated`."""
+        return self if self.evaluated is None else Broadcast(self.evaluated, self.buffers)
+
     def to(self, device: str, copy: bool = False) -> Broadcast:
-        """Return this version on a device.
+        """Return this version on a device, without what is only evaluated.
 
         Args:
             device: the device, with its number if it is a GPU, such as "cuda:0".

@@ -13,11 +13,13 @@ import torch
 from oracle.nets import MLP
 from support.examples import gallery
 from support.oracle_cases import NETS
+from support.server_rules import reports
 
 from raysim.config.references import load_object
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.rules import SelectionPool
+from raysim.rules.rule import Problem
 
 SAMPLES = [4, 9, 16, 25, 36, 49]
 LAST = [0, 2, -1, 1, 0, 0]
@@ -43,10 +45,11 @@ def pool(size: int, seen: Sequence[int] = range(6)) -> SelectionPool:
     return SelectionPool(ids, samples, other, duration, last, other, metrics, size, round=3)
 
 
-def frequencies(server, clients: SelectionPool) -> np.ndarray:
+def frequencies(server, clients: SelectionPool, state=None) -> np.ndarray:
     """Share of the draws in which each client was selected; all cohorts have the same size."""
     rng = np.random.default_rng(5)
-    drawn = [server.select({}, clients, rng) for _ in range(DRAWS)]
+    state = server.init(torch.zeros(3), Problem(16, 3, 3)) if state is None else state
+    drawn = [server.select(state, clients, rng) for _ in range(DRAWS)]
     assert {len(set(cohort)) for cohort in map(tuple, drawn)} == {min(clients.size, 6)}
     return np.bincount(np.concatenate(drawn) - 10, minlength=6) / DRAWS
 
@@ -82,9 +85,8 @@ def test_clients_that_nobody_knows_are_drawn_uniformly(path):
 
 
 def test_oort_draws_by_utility_and_explores():
-    """Lai 2021, algorithm 1, without clipping and the pacer: ε of the cohort is new, the others are
-    above the cut."""
-    server = rule("selection/oort.py:OortServer", T=1.5, alpha=2.0, epsilon=0.4)
+    """Lai 2021, algorithm 1: ε of the cohort is new, the others are above the cut."""
+    server = rule("selection/oort.py:OortServer", T=1.5, alpha=2.0, epsilon=0.4, decay=1.0)
     utility = {
         i: (UTILITY[i] + sqrt(0.1 * log(4) / (LAST[i] + 1)))
         * ((1.5 / DURATION[i]) ** 2.0 if DURATION[i] > 1.5 else 1.0)
@@ -103,7 +105,66 @@ def test_oort_draws_by_utility_and_explores():
 def test_oort_selects_the_known_ones_if_there_are_not_enough_others():
     server = rule("selection/oort.py:OortServer", epsilon=0.5)
     assert frequencies(server, pool(6)).tolist() == [1.0] * 6
-    assert set(server.select({}, pool(5, [0, 1]), np.random.default_rng(0))) > {10, 11}
+    state = server.init(torch.zeros(3), Problem(16, 3, 3))
+    assert set(server.select(state, pool(5, [0, 1]), np.random.default_rng(0))) > {10, 11}
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "decay", "least", "n_new"),
+    [(0.9, 0.5, 0.2, 1), (0.9, 0.98, 0.2, 3), (1.0, 0.9, 0.0, 2), (0.9, 0.5, 0.6, 2)],
+)
+def test_oort_explores_less_from_round_to_round(epsilon, decay, least, n_new):
+    """In the fourth round ε is max(least, ε decay³); of a cohort of three so many are new."""
+    server = rule(
+        "selection/oort.py:OortServer", epsilon=epsilon, decay=decay, epsilon_min=least, T=9.0
+    )
+    new = frequencies(server, pool(3, [0, 3, 5]))[[1, 2, 4]]
+    assert new.sum() == pytest.approx(n_new)
+    assert np.allclose(new, n_new / 3, atol=0.035)
+
+
+def test_oort_cuts_large_utilities_off():
+    """With clip 0.5 the third of the five known values is the largest that counts."""
+    server = rule("selection/oort.py:OortServer", T=9.0, clip=0.5, epsilon=0.0, epsilon_min=0.0)
+    third = sorted(u for i, u in enumerate(UTILITY) if LAST[i] >= 0)[2]
+    utility = {
+        i: min(UTILITY[i], third) + sqrt(0.1 * log(4) / (LAST[i] + 1))
+        for i in range(6)
+        if LAST[i] >= 0
+    }
+    last = sorted(utility.values(), reverse=True)[1]
+    above = {i: u for i, u in utility.items() if u >= 0.95 * last}
+    assert set(above) == {0, 4}, "client 0 would else be drawn more often"
+    assert np.allclose(frequencies(server, pool(1)), inclusion(above, 1), atol=0.035)
+
+
+def test_oort_does_not_prefer_clients_on_the_blacklist():
+    """Of six at most one (30 %): that with the most rounds, not the other one above the limit."""
+    server = rule("selection/oort.py:OortServer", T=9.0, blacklist=3, epsilon=0.0, epsilon_min=0.0)
+    state = server.init(torch.zeros(3), Problem(16, 3, 3))
+    state["n_rounds"][10], state["n_rounds"][14] = 5, 4
+    found = frequencies(server, pool(2), state)
+    assert found[0] == 0 < found[4]
+    state["n_rounds"][:] = 3
+    assert frequencies(server, pool(2), state)[0] > 0.5
+
+
+def test_the_pacer_of_oort():
+    """T grows by Δ after a round if the sum of U over the last W rounds is below that before."""
+    server = rule("selection/oort.py:OortServer", T=1.5, Delta=0.1, W=2)
+    state = server.init(torch.zeros(3, dtype=torch.float64), Problem(4, 2, 3))
+    U = [[3, 2], [1, 4], [5, 1], [2, 1], [4, 4], [9, 0], [0, 1]]
+    T, sums = 1.5, np.sum(U, axis=1)
+    for t, values in enumerate(U):
+        done = sums[: t + 1]
+        if t >= 3 and done[-4:-2].sum() > done[-2:].sum():
+            T += 0.1
+        received = reports(np.zeros((2, 3)), t=t)
+        received.totals["sum", "U"] = torch.tensor([float(sum(values))])
+        state = server.update(state, received)
+        assert float(state["T"]) == pytest.approx(T, abs=1e-12)
+        assert received.metrics["preferred_duration"] == pytest.approx(T)
+    assert round(T, 9) == 1.7
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ RETURNS = {
     "step": 'return {**state, "w": task.descend(state["w"], direction)}',
     "finish": 'return {"delta": shared["x"] - state["w"]}, {}',
     "broadcast": 'return {"x": state["x"]}',
+    "for_evaluation": 'return {"x": state["x"]}',
     "candidates": "return pool.ids",
     "select": "return pool.ids[: pool.size]",
     "sent_to": "return shared",

@@ -21,6 +21,7 @@ from raysim.models.initial.adapters import merged
 from raysim.prepare.resolve import prepare
 from raysim.runs import result, run_dir
 from raysim.runs.run_dir import HISTORY_FILE
+from raysim.server.central_server import evaluated_params
 from raysim.tracking.models import log_model
 
 logger = logging.getLogger("raysim")
@@ -118,7 +119,7 @@ def _best(plan: Plan, folder: Path) -> tuple[nn.Module, int]:
     history = folder / HISTORY_FILE
     if history.exists():
         _warn_of_a_better_round(saved.facts["round"], result.read_history(history), best)
-    named = plan.model().state_dict(saved.server["state/x"], saved.server["buffers"])
+    named = plan.model().state_dict(evaluated_params(saved.server), saved.server["buffers"])
     return result.net_with(plan, named), saved.facts["round"]
 
 

@@ -1,0 +1,69 @@
+"""Agnostic federated averaging (Mohri et al., ICML 2019; Ro et al., arXiv:2104.02748, 2021).
+
+The model is trained for the worst mixture of clients: min_w max_λ Σ_k λ_k F_k(w), where each client
+is a domain. Clients make local steps of SGD from x. With the losses F_k of x on their data the
+server moves x <- x - lr Σ_k λ_k delta_k / Σ_k λ_k over the round's clients, and then λ_k <- λ_k
+exp(gamma F_k) for them, divided by the sum over all clients (exponentiated gradient). λ is 1 / N at
+first.
+
+Mohri 2019 makes one step of SGD in a round, and projects λ + gamma F on the simplex. FedJAX knows
+domains of which a client has several, counts their examples over a window of rounds, and divides
+the sum of a batch's losses by β_k = Σ λ / N over the client's examples, which are steps B / n_k as
+long.
+
+Run: raysim run quickstart algorithm=agnostic_fedavg
+"""
+
+from dataclasses import dataclass
+
+from raysim.rules import Algorithm, ClientRule, Logged, ServerRule, task_loss
+
+
+@dataclass(frozen=True)
+class AgnosticFedAvgClient(ClientRule):
+    """Local SGD that sends the loss of the received model."""
+
+    name = "agnostic_fedavg"
+    sends = ("delta", "F")
+    supports_dp = False  # the loss has no noise
+
+    def finish(self, shared, state, client_state, data, task):
+        net = task.net(shared["x"], data.examples, "eval", task.global_buffers)
+        F = task_loss(net, data.examples).mean()
+        return {"delta": shared["x"] - state["w"], "F": F[None]}, {}
+
+
+@dataclass(frozen=True)
+class AgnosticFedAvgServer(ServerRule):
+    """Mean of the updates, with weights that grow with the clients' losses."""
+
+    name = "agnostic_fedavg"
+    counts_equally = True
+    weights_after_training = True
+    uploads = {"delta": "per_client", "F": "per_client"}
+    logs = (Logged("lambda_max", "largest weight λ of a client over all clients"),)
+    gamma: float = 0.1
+    """Step size of the clients' weights. 0 is FedAvg."""
+
+    def init(self, x0, problem):
+        return {"x": x0, "lambda": x0.new_full((problem.n_clients,), 1 / problem.n_clients)}
+
+    def update(self, state, reports):
+        weights = state["lambda"].clone()
+        of_round = weights[reports.ids] / weights[reports.ids].sum()
+        reports.set_weights(of_round.tolist())
+        x = state["x"] - self.lr * of_round @ reports.per_client("delta")
+        weights[reports.ids] *= (self.gamma * reports.per_client("F")[:, 0]).exp()
+        weights /= weights.sum()
+        reports.log(lambda_max=weights.max())
+        return {"x": x, "lambda": weights}
+
+
+Algorithm(
+    "agnostic_fedavg",
+    AgnosticFedAvgClient,
+    AgnosticFedAvgServer,
+    "Mohri 2019",
+    state="server N, client 0",
+    traffic="down P, up P + 1",
+)
