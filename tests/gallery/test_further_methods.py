@@ -133,7 +133,7 @@ def test_fedfomo(mode, train):
         trained[cohort] = 1
         state = done.states[t + 1]
         check(state["models"], models)
-        check(state["affinity"], P)
+        check(state["P"], P)
         assert state["trained"].tolist() == trained.tolist()
         expected = done.mean_test_loss(lambda i: own.get(i, x0))
         assert done.records[t + 1]["clients/loss"] == pytest.approx(expected, rel=1e-9)
@@ -476,11 +476,11 @@ def test_oort_paces_clips_and_explores_less_and_less(mode, train):
             duration[i] = done.engine.schedule._times.duration(i, t)
         oort.update(t, U, duration)
         state = done.states[t + 1]
-        assert state["picks"].tolist() == oort.picks.tolist()
+        assert state["n_rounds"].tolist() == oort.picks.tolist()
         assert state["T"].item() == pytest.approx(oort.T, rel=1e-9)
         W2 = 2 * keys["W"]
         history = [np.nan] * max(W2 - len(oort.sums), 0) + oort.sums[-W2:]
-        check(state["history"].ravel(), history)
+        check(state["sums"], history)
         cohorts.append(cohort)
     assert min(oort.seen.values()) > 0, oort.seen
     f = feed(done.engine, cohorts)
