@@ -29,7 +29,7 @@ from raysim.rules.task import LocalData
 from raysim.rules.uploads import declared
 from raysim.server.central_server import Server
 from raysim.server.client_dp_noise import NoisyMean
-from raysim.server.update_steps import PersonalParameters, PublicDataTask, UpdateStep
+from raysim.server.update_steps import PersonalParameters, TrainingProblem, UpdateStep
 from raysim.system import machine
 from raysim.system.deterministic_kernels import use_deterministic_kernels
 from raysim.training.client_evaluator import ClientEvaluator, uses_own_models
@@ -255,8 +255,8 @@ def _update_steps(plan: Plan, x0: Tensor, device: str) -> list[UpdateStep]:
     if plan.collusion is not None:
         steps.append(plan.collusion)
     public = learning.make_public_data(plan.dataset, plan.dtype, device, [plan.server])
-    if public is not None:
-        steps.append(PublicDataTask(ServerTask(config, plan.model(device), x0, public)))
+    if public is not None or plan.server.needs_task:
+        steps.append(TrainingProblem(ServerTask(config, plan.model(device), x0, public)))
     if plan.personal.mask is not None:
         steps.append(PersonalParameters(plan.personal.mask.to(device)))
     return steps

@@ -121,6 +121,8 @@ class Model:
         """True if normalisation layers use their running statistics in all modes."""
         size_below_classifier = 0
         if self.classifier is not None:
+            paths = {module: path for path, module in root.named_modules()}
+            root.classifier = paths[self.classifier]
             self.classifier.register_forward_pre_hook(NoteFeatures(self.frame))
             classifier_size = sum(
                 p.numel() for p in self.classifier.parameters() if p.requires_grad

@@ -9,9 +9,15 @@ from torch import Tensor, nn
 
 from raysim.models.keyed_layers import KeyedBatchNorm, KeyedDropout, NoteFeatures
 
+CLASSIFIER = -1
+"""In the place of the first stage that runs: the classifier alone, on features [B, F]."""
+
 
 class StagedModel(nn.Sequential):
     """Container of a net, in which the net itself can be replaced and run stage by stage."""
+
+    classifier = ""
+    """Path of the net's classifier; "" if it has none."""
 
     @property
     def stages(self) -> list[nn.Module]:
@@ -33,7 +39,7 @@ class StagedModel(nn.Sequential):
 
         Args:
             x: inputs of the net, [B, ...], or of stage `first`.
-            first: first stage that runs.
+            first: first stage that runs, or `CLASSIFIER`.
             levels: list to which the output of every stage is appended; None stores none.
 
         Returns:
@@ -42,6 +48,8 @@ class StagedModel(nn.Sequential):
         """
         if levels is None and first == 0:
             return self[0](x)
+        if first == CLASSIFIER:
+            return self.get_submodule(self.classifier)(x)
         for stage in self.stages[first:]:
             x = stage(x)
             if levels is not None:

@@ -15,7 +15,7 @@ from raysim.rules.contract import (
     State,
     normalised,
 )
-from raysim.rules.losses import Loss, Net, cross_entropy, soft_cross_entropy, task_loss
+from raysim.rules.losses import JointLoss, Loss, Net, cross_entropy, soft_cross_entropy, task_loss
 from raysim.rules.public import PublicData
 from raysim.rules.reports import Cohort, Reports
 from raysim.rules.rule import Logged, Problem
@@ -33,6 +33,7 @@ __all__ = [
     "ClientRule",
     "ClientSampling",
     "Cohort",
+    "JointLoss",
     "LearningTask",
     "LocalData",
     "Logged",

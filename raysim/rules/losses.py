@@ -62,9 +62,26 @@ class Net(ABC):
             The logits, [B, classes].
         """
 
+    @abstractmethod
+    def classify(self, features: Tensor) -> Tensor:
+        """Run the classifier on other features. The rest of the net does not run for it.
+
+        Args:
+            features: inputs of the classifier, [B, F].
+
+        Returns:
+            The logits, [B, classes].
+
+        Raises:
+            ValueError: the net does not end in a linear classifier.
+        """
+
 
 Loss = Callable[[Net, Batch], Tensor]
 """Returns one value for each example, [B]."""
+
+JointLoss = Callable[[Net, Batch, dict[str, Tensor]], Tensor]
+"""A loss that depends on further tensors, by name. It returns one value for each example, [B]."""
 
 
 def task_loss(net: Net, batch: Batch) -> Tensor:

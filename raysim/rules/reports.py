@@ -66,8 +66,8 @@ class Cohort(SuggestsAttributes):
 def _no_task() -> Task:
     """Refuse `reports.task` of a rule that has not asked for it."""
     raise ContractError(
-        "a server rule reads reports.task or reports.public, for which its class must say "
-        'needs_public_data = "inputs" or "labels"'
+        "a server rule reads reports.task, for which its class must say needs_task = True, or "
+        'reports.public, for which it must say needs_public_data = "inputs" or "labels"'
     )
 
 
@@ -120,9 +120,9 @@ class Reports(Cohort):
     def task(self) -> Task:
         """The server's training problem: gradients, forward passes and steps of the model.
 
-        It is for a rule with `needs_public_data`, and for batches of `public`. Its BatchNorm
-        statistics are the server's. `task.descend` makes steps as `local` configures them, from a
-        new state of the optimizer in each round.
+        It is for a rule with `needs_task` or `needs_public_data`. The batches are those of
+        `public`, or the rule's own. Its BatchNorm statistics are the server's. `task.descend` makes
+        steps as `local` configures them, from a new state of the optimizer in each round.
         """
         return self.make_task()
 

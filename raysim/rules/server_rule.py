@@ -33,6 +33,8 @@ class ServerRule(Rule):
     """Keys of the broadcast. `update` may not change these in place, since clients may use them."""
     needs_base_params: ClassVar[bool] = False
     """Whether `update` reads `reports.bases`."""
+    needs_task: ClassVar[bool] = False
+    """Whether `update` reads `reports.task`. A rule with `needs_public_data` always may."""
     counts_equally: ClassVar[bool] = False
     """True if all clients count equally in `update`; other `weights` are refused."""
     weights_after_training: ClassVar[bool] = False

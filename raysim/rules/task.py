@@ -7,7 +7,7 @@ the other, or many side by side on a GPU.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -17,7 +17,7 @@ from numpy.random import Generator
 from torch import Tensor
 
 from raysim.rules.batch import Batch
-from raysim.rules.losses import Loss, Net, task_loss
+from raysim.rules.losses import JointLoss, Loss, Net, task_loss
 from raysim.rules.public import PublicData
 from raysim.rules.unknown_attributes import SuggestsAttributes
 
@@ -96,6 +96,8 @@ class Task(SuggestsAttributes, ABC):
     """Shapes of the named tensors in the flat parameter vector, in its order."""
     classes: int
     """C, classes of the data; for other tasks than classification the net's outputs."""
+    features: int
+    """F, numbers in the representation of an example below the classifier; 0 if there is none."""
     buffers: Tensor
     """This client's BatchNorm statistics, [Q]; the engine updates them, a rule only reads them."""
     global_buffers: Tensor
@@ -232,6 +234,31 @@ class Task(SuggestsAttributes, ABC):
 
         Returns:
             The gradient [P], and the model's statistics after the pass [Q].
+
+        Raises:
+            ValueError: under `privacy`.
+        """
+
+    @abstractmethod
+    def joint_grad(
+        self, w: Tensor, batch: Batch, others: Mapping[str, Tensor], loss: JointLoss
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the gradient with respect to the parameters and to further tensors.
+
+        It is for tensors that a method trains beside the net, such as a small net on its features
+        or a vector that is added to them. The rule keeps them in its state and makes their steps.
+        This is the step's pass in mode "train", in the place of `grad`.
+
+        Args:
+            w: [P], the point.
+            batch: the mini-batch.
+            others: the further tensors by name, of the parameters' type; not changed.
+            loss: a function of net, batch and `others` that returns one value for each example,
+                [B].
+
+        Returns:
+            The gradient [P] of the mean loss over the batch, and its gradients with respect to
+            `others` by name, in their shapes; zeros where the loss does not depend on a tensor.
 
         Raises:
             ValueError: under `privacy`.

@@ -80,7 +80,7 @@ class PersonalParameters(UpdateStep):
         return {**updated, "x": torch.where(self._mask, before["x"], updated["x"])}
 
 
-class PublicDataTask(UpdateStep):
+class TrainingProblem(UpdateStep):
     """Gives the rule its training problem, `reports.task`, which is made when the rule reads it.
 
     Args:

@@ -66,7 +66,9 @@ def is_plain(algorithm: contract.Algorithm) -> bool:
     return not needs and algorithm.defaults.get("local", {}).get("buffers") != "personal"
 
 
-WITHOUT_A_GLOBAL_MODEL = ("cfl", "fedamp", "feddistill", "fedmd", "fedproto", "ifca", "local_only")
+WITHOUT_A_GLOBAL_MODEL = (
+    "cfl", "fedamp", "feddistill", "fedmd", "fedproto", "ifca", "local_only", "pfedhn"
+)  # fmt: skip
 """Methods whose "x" stays as it is; tests/gallery has theirs."""
 
 

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from raysim.models.flat import Model
+from raysim.models.stages import CLASSIFIER
 from raysim.rules.batch import Batch
 from raysim.rules.losses import Net
 from raysim.rules.task import PassMode
 
 Call = Callable[[Tensor, int, list[Tensor] | None], tuple[Tensor, Tensor | None]]
 """`call(x, first, levels)` runs the stages of a net from `first` and appends outputs to `levels`.
+
+With `first` = `CLASSIFIER` it runs the classifier alone.
 
 It returns the output of the last stage and the input of the classifier, None if there is none.
 """
@@ -65,6 +68,14 @@ class ForwardPass(Net):
     def tail(self, level: int, h: Tensor) -> Tensor:
         """Run the stages after `level` on the activations h. See `Net.tail`."""
         return self._call(h, level, None)[0]
+
+    def classify(self, features: Tensor) -> Tensor:
+        """Run the classifier on other features. See `Net.classify`."""
+        if self._model.classifier is None:
+            raise ValueError(
+                "the net does not end in a linear classifier, so it classifies no features"
+            )
+        return self._call(features, CLASSIFIER, None)[0]
 
 
 def forward_pass(

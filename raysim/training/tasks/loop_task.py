@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,7 +14,7 @@ from raysim.models.flat import BoundModel, Model
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
 from raysim.rules.contract import State
-from raysim.rules.losses import Loss, Net, task_loss
+from raysim.rules.losses import JointLoss, Loss, Net, task_loss
 from raysim.rules.task import PassMode
 from raysim.training.tasks.fast_gradient import FastGradient, by_autograd
 from raysim.training.tasks.forward_pass import ForwardPass
@@ -175,17 +175,42 @@ class LoopTask(ModelTask):
 
         Mode "train" moves the statistics in place.
         """
-        bound, fast = self.trained, self.fast
-        if w is not bound.w:
-            copy = self.others.at(w)
-            bound, fast = copy.bound, copy.fast
+        bound, fast = self._bound(w)
         # The fast gradient is that of class labels; probabilities of classes are floats.
         has_labels = self.model.is_own_loss(loss) and not batch.y.is_floating_point()
         if fast is not None and has_labels and fast.supports(batch.x):
             # In a chain the loss depends on every parameter.
             self.unreached = []
             return self._without_autograd(fast, batch, mode, statistics)
-        return self._by_autograd(bound, batch, loss, mode, statistics)
+        gradients, plain = self._by_autograd(bound, batch, loss, mode, statistics)
+        return self._flat(gradients), plain
+
+    def _bound(self, w: Tensor) -> tuple[BoundModel, FastGradient | None]:
+        """Return the net at w [P], and its gradient without autograd if it has one."""
+        if w is self.trained.w:
+            return self.trained, self.fast
+        copy = self.others.at(w)
+        return copy.bound, copy.fast
+
+    def _joint_grad(
+        self, w: Tensor, batch: Batch, others: State, loss: JointLoss
+    ) -> tuple[Tensor, State]:
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in others.items()}
+        gradients, plain = self._by_autograd(
+            self._bound(w)[0],
+            batch,
+            lambda net, batch: loss(net, batch, leaves),
+            "train",
+            self.buffers,
+            list(leaves.values()),
+        )
+        self.losses.append(plain.detach())
+        count = len(self.segments)
+        of_others = {
+            name: torch.zeros_like(leaf) if gradient is None else gradient
+            for (name, leaf), gradient in zip(leaves.items(), gradients[count:], strict=True)
+        }
+        return self._flat(gradients[:count]), of_others
 
     def _without_autograd(
         self, fast: FastGradient, batch: Batch, mode: PassMode, statistics: Tensor | None
@@ -196,19 +221,26 @@ class LoopTask(ModelTask):
         return gradient, fast.gradient(batch.x, batch.y, mode, statistics, batch.drop, parts)
 
     def _by_autograd(
-        self, bound: BoundModel, batch: Batch, loss: Loss, mode: PassMode, statistics: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradient [P] of the mean loss, and a mean for the log.
+        self,
+        bound: BoundModel,
+        batch: Batch,
+        loss: Loss,
+        mode: PassMode,
+        statistics: Tensor | None,
+        others: Sequence[Tensor] = (),
+    ) -> tuple[tuple[Tensor | None, ...], Tensor]:
+        """Return gradients of the mean loss by parameters and others, and a mean for the log.
 
         That mean is the learning task's loss in mode "train", else the loss.
         """
         net = self._net(bound, batch, mode, statistics)
         with self.model.passes():
             value = loss(net, batch).mean()
-            gradients = torch.autograd.grad(value, bound.parameters, allow_unused=True)
+            points = [*bound.parameters, *others]
+            gradients = torch.autograd.grad(value, points, allow_unused=True)
         is_plain = self.model.is_own_loss(loss) or mode != "train"
         plain = value if is_plain else task_loss(net, batch).mean()
-        return self._flat(gradients), plain
+        return gradients, plain
 
     def _flat(self, gradients: tuple[Tensor | None, ...]) -> Tensor:
         """Return gradients as a vector [P], and note the parameters that none of a step reached."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from raysim.rules.batch import Batch
-from raysim.rules.losses import Loss, Net, task_loss
+from raysim.rules.contract import State
+from raysim.rules.losses import JointLoss, Loss, Net, task_loss
 from raysim.rules.task import PassMode
 from raysim.training.tasks.forward_pass import ForwardPass, forward_pass
 from raysim.training.tasks.task import ModelTask
@@ -21,7 +24,7 @@ class PureTask(ModelTask):
         self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, buffers: Tensor | None
     ) -> Tensor:
         statistics = self._statistics(mode, buffers)
-        gradient, moved, value = self._pass(w, batch, loss, mode, statistics)
+        (gradient,), moved, value = self._pass((w,), batch, loss, mode, statistics)
         if mode == "train":
             self.buffers = moved
             self.losses.append(value)
@@ -30,25 +33,43 @@ class PureTask(ModelTask):
     def _grad_and_buffers(
         self, w: Tensor, batch: Batch, loss: Loss, buffers: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return self._pass(w, batch, loss, "train", buffers)[:2]
+        (gradient,), moved, _ = self._pass((w,), batch, loss, "train", buffers)
+        return gradient, moved
+
+    def _joint_grad(
+        self, w: Tensor, batch: Batch, others: State, loss: JointLoss
+    ) -> tuple[Tensor, State]:
+        points = w, others
+        gradients, self.buffers, value = self._pass(points, batch, loss, "train", self.buffers)
+        self.losses.append(value)
+        return gradients
 
     def _pass(
-        self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, statistics: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradient [P], in mode "train" the new statistics [Q], and a loss for the log."""
+        self,
+        points: tuple[Any, ...],
+        batch: Batch,
+        loss: Callable[..., Tensor],
+        mode: PassMode,
+        statistics: Tensor | None,
+    ) -> tuple[Any, Tensor, Tensor]:
+        """Return the gradients at points, in mode "train" new statistics [Q], a loss for the log.
 
-        def mean_loss(w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        The points are the parameters [P], and what the loss gets in addition.
+        """
+
+        def mean_loss(w: Tensor, *others: State) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             moved: list[Tensor] = []
             net = self._net(w, batch, mode, statistics, True, moved)
-            value = batch.mean(loss(net, batch))
+            value = batch.mean(loss(net, batch, *others))
             is_plain = self.model.is_own_loss(loss) or mode != "train"
             plain = value if is_plain else batch.mean(task_loss(net, batch))
             # torch.func.grad returns tensors only: no statistics are an empty one.
             return value, (moved[0] if moved else value.new_zeros(0), plain.detach())
 
         with self.model.passes():
-            gradient, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)
-        return gradient, moved, value
+            which = tuple(range(len(points)))
+            gradients, (moved, value) = torch.func.grad(mean_loss, which, has_aux=True)(*points)
+        return gradients, moved, value
 
     def input_grad(
         self, w: Tensor, batch: Batch, loss: Loss = task_loss, buffers: Tensor | None = None

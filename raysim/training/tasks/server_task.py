@@ -1,4 +1,4 @@
-"""The server's training problem, for server rules that use public data."""
+"""The server's training problem, for server rules that compute with the model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ SERVER = -1
 
 
 class ServerTask(LoopTask):
-    """The model and the public data of a run, on the device of the server.
+    """The model of a run, and its public data if the rule needs them, on the device of the server.
 
     Args:
         config: the configuration of the run, for the settings of local steps.
         model: the net.
         x0: [P], the initial parameters of the run.
-        public: the public examples.
+        public: the public examples; None if the rule needs none.
     """
 
-    def __init__(self, config: Config, model: Model, x0: Tensor, public: PublicData):
+    def __init__(self, config: Config, model: Model, x0: Tensor, public: PublicData | None):
         super().__init__(model, LocalSettings(x0=x0, public=public))
         self.config = config
         self.decayed = model.decayed() if config.local.weight_decay else None
@@ -51,7 +51,7 @@ class ServerTask(LoopTask):
             decayed=self.decayed,
             seed=self.config.seed,
             optimizer=make_optimizer(local.optimizer),
-            public=self.public,
+            public=self.settings.public,
         )
         self.start(settings, x, buffers, 0, client=SERVER)
         return self

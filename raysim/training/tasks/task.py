@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import SupportsFloat
 
 import torch
@@ -14,7 +14,7 @@ from raysim.models.flat import Model
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, State
 from raysim.rules.errors.user_code import breach
-from raysim.rules.losses import Loss, task_loss
+from raysim.rules.losses import JointLoss, Loss, task_loss
 from raysim.rules.public import PublicData
 from raysim.rules.task import LocalData, PassMode, Task
 from raysim.training.tasks.dp_sgd import clipped_sum, in_parts
@@ -48,6 +48,7 @@ class ModelTask(Task):
         self.segments = model.segments
         self.shapes = tuple(model.shapes)
         self.classes = model.classes
+        self.features = model.features
         self.logged: State | None = None
         """What the rule has logged in this local step, or outside of them; None: it may not."""
         self.losses: list[Tensor] = []
@@ -166,6 +167,17 @@ class ModelTask(Task):
             return self._grad(w, batch, loss, "frozen", None), buffers
         return self._grad_and_buffers(w, batch, loss, buffers)
 
+    def joint_grad(
+        self, w: Tensor, batch: Batch, others: Mapping[str, Tensor], loss: JointLoss
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the gradient with respect to further tensors too. See `Task.joint_grad`."""
+        if self.settings.privacy is not None:
+            raise ValueError(
+                "privacy does not cover task.joint_grad, whose gradients with respect to other "
+                "tensors than the parameters are not clipped; use task.grad"
+            )
+        return self._joint_grad(w, batch, dict(others), loss)
+
     def _refuse_under_privacy(self) -> None:
         """Refuse a gradient that the accountant does not count."""
         if self.settings.privacy is not None:
@@ -179,6 +191,15 @@ class ModelTask(Task):
         self, w: Tensor, batch: Batch, loss: Loss, buffers: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Compute gradient [P] and moved statistics [Q] of a net with BatchNorm."""
+
+    @abstractmethod
+    def _joint_grad(
+        self, w: Tensor, batch: Batch, others: dict[str, Tensor], loss: JointLoss
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the gradients of `joint_grad` in mode "train", without privacy.
+
+        It updates `buffers` and appends to `losses`.
+        """
 
     @abstractmethod
     def _grad(

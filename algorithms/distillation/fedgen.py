@@ -1,0 +1,105 @@
+"""FedGen, data-free distillation by a generator (Zhu, Hong, Zhou, ICML 2021).
+
+The server has a generator G of features z, from noise eps ~ N(0, I) and a label y:
+G(y, eps) = W2 ReLU(W1 [eps, onehot(y)] + b1) + b2. p(y) are the shares of the classes among the
+examples of the last round's clients.
+
+    client    minimises its loss + alpha E CE(g(G(y, eps); theta), y), y ~ p, where g is the
+              classifier; one generated example for each of the batch
+    server    T steps of Adam on J(w) = E CE(sum_k p_k g(G(y, eps); theta_k), y), y ~ p, through the
+              clients' models; then averages the models
+
+In the first round there is no generator's loss. The state of Adam starts anew in each round. The
+authors' code has a BatchNorm in the generator, uniform noise, weights of the clients for each
+class, a term for diversity, and clients that also follow their own outputs on generated features.
+
+Run: raysim run quickstart algorithm=fedgen
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from raysim.algorithms.distillation import generator
+from raysim.rules import Algorithm, Batch, ClientRule, Positive, ServerRule, Upload, task_loss
+
+
+@dataclass(frozen=True)
+class FedGenClient(ClientRule):
+    """Local SGD whose classifier must suit generated features too."""
+
+    needs_class_labels = True
+    supports_dp = False  # counts have no noise
+    needs = ("x", "prior", *generator.GENERATOR)
+    sends = {"delta": Upload("P"), "counts": Upload("C", mode="sum")}
+    alpha: float = 1.0
+    """Weight of the loss on generated features."""
+    noise_dim: int = 32
+    """Numbers in the noise of a generated example."""
+
+    def check(self, problem):
+        if not problem.has_features:
+            raise ValueError(
+                f"name: 'fedgen' generates features; model '{problem.model}' learns none"
+            )
+
+    def noise(self, task):
+        return {"eps": (("B", self.noise_dim), "normal"), "label": (("B",), "uniform")}
+
+    def loss(self, shared, state, net, batch, task):
+        y = generator.labels(shared["prior"], batch.noise["label"])
+        logits = net.classify(generator.generated(shared, y, batch.noise["eps"], task.classes))
+        weight = self.alpha * (shared["prior"].sum() > 0)
+        return task_loss(net, batch) + weight * cross_entropy(logits, y, reduction="none")
+
+    def finish(self, shared, state, client_state, data, task):
+        counts = data.examples.y.bincount(minlength=task.classes).to(shared["x"])
+        return {"delta": shared["x"] - state["w"], "counts": counts}, {}
+
+
+@dataclass(frozen=True)
+class FedGenServer(ServerRule):
+    """FedAvg's server, with a generator of features that the clients' models classify well."""
+
+    needs_task = True
+    provides = ("x", "prior", *generator.GENERATOR)
+    uploads = {"delta": "per_client", "counts": "sum"}
+    noise_dim: int = 32
+    """Numbers in the noise of a generated example."""
+    hidden: int = 256
+    """Width of the generator's hidden layer."""
+    generator_steps: int = 50
+    """Steps of the generator in a round, T."""
+    generator_batch: int = 32
+    """Generated examples in one of these steps."""
+    generator_lr: Positive = 0.001
+    """Step size of Adam."""
+
+    def init(self, x0, problem):
+        sizes = self.noise_dim + problem.classes, self.hidden, problem.features
+        start = generator.initial_generator(x0, problem.rng("generator"), sizes)
+        return {"x": x0, "prior": x0.new_zeros(problem.classes), **start}
+
+    def update(self, state, reports):
+        prior = (reports.sum("counts") / reports.sum("counts").sum()).to(state["x"])
+        weights = prior.new_tensor(reports.weights)
+        unused = Batch(prior, prior)  # only the classifiers run, on generated features
+        models = state["x"] - reports.per_client("delta")
+        nets = [reports.task.net(w, unused, "eval") for w in models]
+
+        def ensemble(z):
+            return torch.stack([net.classify(z) for net in nets], -1) @ weights
+
+        moved = generator.trained(state, ensemble, prior, reports.rng("generator"), self)
+        return {"x": state["x"] - self.lr * reports.mean("delta"), "prior": prior, **moved}
+
+
+Algorithm(
+    "fedgen",
+    FedGenClient,
+    FedGenServer,
+    "Zhu 2021",
+    state="server the generator and C, client 0",
+    traffic="down P + C and the generator, up P + C",
+)

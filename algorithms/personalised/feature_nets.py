@@ -1,0 +1,41 @@
+"""Small nets on features, which FedCP and GPFL share among the clients.
+
+A net is a linear layer A from F to [2, F] numbers, and three vectors [2, F] in one tensor: its
+bias, and the scale and shift of a layer norm.
+"""
+
+import torch
+
+from raysim.rules import Upload
+
+NET = {"A": Upload((2, "F", "F")), "vectors": Upload((3, 2, "F"))}
+"""The tensors of a net, as uploads."""
+
+
+def initial_net(x0, problem, stream):
+    """Return PyTorch's initial values of a net.
+
+    Args:
+        x0: a tensor of the parameters' type.
+        problem: the sizes of the run.
+        stream: key of the random numbers.
+    """
+    rng, size = problem.rng(stream), problem.features
+    bound = size**-0.5
+    weight = x0.new_tensor(rng.uniform(-bound, bound, (2, size, size)))
+    bias = x0.new_tensor(rng.uniform(-bound, bound, (2, size)))
+    scale, shift = torch.ones_like(bias), torch.zeros_like(bias)
+    return {"A": weight, "vectors": torch.stack([bias, scale, shift])}
+
+
+def discrepancy(x, y):
+    """Return the maximum mean discrepancy of the rows of x [B, F] and y [B, F].
+
+    The kernel is the sum of exp(-|.|² / 2a) for a = 10, 15, 20, 50.
+    """
+
+    def kernel(x, y):
+        squared = (x[:, None] - y).square().sum(2)
+        return torch.stack([(-squared / (2 * a)).exp() for a in (10, 15, 20, 50)]).sum(0)
+
+    return (kernel(x, x) + kernel(y, y) - 2 * kernel(x, y)).mean()

@@ -1,0 +1,99 @@
+"""pFedHN, a hypernetwork on the server (Shamsian et al., ICML 2021).
+
+The server keeps an embedding v_i of each client and a hypernetwork h(.; phi), whose output is the
+client's model theta_i = h(v_i; phi). The client trains it by local SGD, and sends the difference
+delta_i of its start and its end. The server then makes a step along the gradient of
+sum_i p_i <h(v_i; phi), delta_i> with respect to phi and all v_i, by SGD with momentum and weight
+decay. With one client in a round this is the paper's algorithm 1.
+
+h is A_n ReLU(... A_1 ReLU(A_0 v + b_0) + b_1 ...) + b_n, and then one more linear layer with an
+output for each parameter, without a ReLU before it, as in the authors' code. That code also clips
+the norms of the clients' and the server's gradients to 50. There is no global model, so evaluate
+the clients.
+
+Run: raysim run quickstart algorithm=pfedhn partition.test.fraction=0.2 evaluate.every=0
+evaluate.clients.every=20
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from raysim.algorithms.fedavg import FedAvgClient
+from raysim.rules import Algorithm, PositiveScheduled, ServerRule
+
+TRAINED = "embeddings", "phi"
+"""The embeddings [N, d], and the hypernetwork: weight and bias of each layer in one vector."""
+
+
+@dataclass(frozen=True)
+class PFedHNServer(ServerRule):
+    """Trains a hypernetwork that gives each client its model."""
+
+    provides = ("x", *TRAINED)
+    uploads = {"delta": "per_client"}
+    lr: PositiveScheduled = 0.01
+    """Step size of the hypernetwork and the embeddings."""
+    hidden: Annotated[int, Field(gt=0)] = 100
+    """Width of the hidden layers."""
+    layers: Annotated[int, Field(ge=0)] = 3
+    """Hidden layers after the first one, n."""
+    embedding: Annotated[int, Field(ge=0)] = 0
+    """Numbers in an embedding; 0: 1 + N // 4 for N clients."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum of the server's steps."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.001
+    """Weight decay of hypernetwork and embeddings."""
+
+    def init(self, x0, problem):
+        rng, width = problem.rng("hypernetwork"), self.embedding or 1 + problem.n_clients // 4
+        embeddings = x0.new_tensor(rng.standard_normal((problem.n_clients, width)))
+        parts = []
+        for out in self.widths(len(x0)):
+            bound = width**-0.5
+            parts += [rng.uniform(-bound, bound, out * width), rng.uniform(-bound, bound, out)]
+            width = out
+        trained = {"embeddings": embeddings, "phi": torch.cat([x0.new_tensor(p) for p in parts])}
+        return {"x": x0, **trained, **{f"m {k}": torch.zeros_like(v) for k, v in trained.items()}}
+
+    def widths(self, size):
+        """Return the number of outputs of each layer of h, for models of so many parameters."""
+        return [self.hidden] * (1 + self.layers) + [size]
+
+    def models(self, shared, clients):
+        """Return theta_i = h(v_i; phi) of clients, [K, P]."""
+        values, position = shared["embeddings"][clients], 0
+        for k, out in enumerate(self.widths(len(shared["x"]))):
+            end = position + out * values.shape[1]
+            weight = shared["phi"][position:end].view(out, -1)
+            position = end + out
+            before = values.relu() if 0 < k <= self.layers else values
+            values = before @ weight.T + shared["phi"][end:position]
+        return values
+
+    def sent_to(self, shared, client):
+        return {"x": self.models(shared, [client])[0]}
+
+    def update(self, state, reports):
+        trained = {key: state[key].clone().requires_grad_() for key in TRAINED}
+        models = self.models({"x": state["x"], **trained}, reports.ids)
+        weights = models.new_tensor(reports.weights)
+        value = (weights @ (models * reports.per_client("delta"))).sum()
+        after = dict(state)
+        gradients = torch.autograd.grad(value, list(trained.values()))
+        for key, gradient in zip(TRAINED, gradients, strict=True):
+            m = self.momentum * state[f"m {key}"] + gradient + self.weight_decay * state[key]
+            after |= {f"m {key}": m, key: state[key] - self.lr * m}
+        return after
+
+
+Algorithm(
+    "pfedhn",
+    FedAvgClient,
+    PFedHNServer,
+    "Shamsian 2021",
+    state="server more than 2 (hidden + 1) P, client 0",
+    traffic="down P, up P",
+)
