@@ -39,3 +39,32 @@ def train(engine: Callable, ragged: Callable) -> Callable[..., Done]:
         return Done(made, records, feed(made))
 
     return run
+
+
+@pytest.fixture
+def train_method(engine: Callable, ragged: Callable) -> Callable[..., Done]:
+    """train_method("loop", {"name": METHOD, ...}): five rounds of an MLP on the digits in float64,
+    four clients in each."""
+
+    def run(
+        mode: str, algorithm: dict[str, Any], sizes: Sequence[int] = SIZES, **sections: Any
+    ) -> Done:
+        config = {
+            "rounds": 5,
+            "seed": 2,
+            "dtype": "float64",
+            "evaluate": {"every": 0, "clients": {"every": 1}},
+            "model": NETS["mlp"][0],
+            "batching": {"mode": mode, "size": 2},
+            "algorithm": algorithm,
+            **sections,
+            "partition": {
+                **ragged(sizes), "test": {"matched": True}, **sections.get("partition", {})
+            },
+            "schedule": {"cohort": 4, **sections.get("schedule", {})},
+            "local": {"batch_size": 16, "lr": LR, **sections.get("local", {"steps": 3})},
+        }  # fmt: skip
+        made, records = engine(config, states=True)
+        return Done(made, records, feed(made))
+
+    return run

@@ -34,6 +34,15 @@ def gradient(loss: Callable[[torch.Tensor], torch.Tensor], w: np.ndarray) -> np.
     return torch.autograd.grad(loss(leaf), leaf)[0].numpy()
 
 
+def check(found: Any, expected: Any, before: Any = 0.0) -> None:
+    """Check that arrays are equal up to a billionth of the largest change from `before`, and have
+    NaN at the same places."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert np.array_equal(np.isnan(found), np.isnan(expected))
+    change = np.nanmax(np.abs(expected - before))
+    assert change > 0 and np.nanmax(np.abs(found - expected)) <= 1e-9 * change
+
+
 @dataclass
 class Done:
     """A run as an oracle sees it."""
