@@ -22,7 +22,7 @@ class FedRepClient(ClientRule):
     head_steps: int = 3
     """Local steps of the classifier; the body has those that are left."""
 
-    def personal(self, task):
+    def personal(self, task) -> torch.Tensor | None:
         return task.part("classifier")
 
     def init(self, shared, client_state, data, task):
