@@ -43,7 +43,7 @@ class AgnosticFedAvgServer(ServerRule):
     uploads = {"delta": "per_client", "F": "per_client"}
     logs = (Logged("lambda_max", "largest weight λ of a client over all clients"),)
     gamma: float = 0.1
-    """Step size of the clients' weights. 0 is FedAvg."""
+    """Step size of the clients' weights. 0 is FedAvg, up to rounding."""
 
     def init(self, x0, problem):
         return {"x": x0, "lambda": x0.new_full((problem.n_clients,), 1 / problem.n_clients)}

@@ -26,7 +26,7 @@ class FedRepClient(ClientRule):
         if not 0 <= self.head_share <= 1:
             raise ValueError("head_share: a share of the local steps is from 0 to 1")
 
-    def personal(self, task):
+    def personal(self, task) -> torch.Tensor | None:
         return task.part("classifier")
 
     def init(self, shared, client_state, data, task):

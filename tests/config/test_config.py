@@ -305,6 +305,15 @@ def test_defaults_enter_with_the_layer_that_names_the_algorithm(small, below, ov
     assert (local.steps, local.epochs, local.batch_size) == expected
 
 
+def test_defaults_of_a_section_with_a_name_go_with_any_name(small):
+    """FedFomo needs validation examples; the file that names it also names a partition."""
+    partition = {"name": "dirichlet", "clients": 12, "alpha": 1.0}
+    fomo = {**small, "partition": partition, "algorithm": "fedfomo"}
+    val = prepare(fomo).config.partition.val
+    assert val is not None and val.fraction == 0.2
+    assert prepare(fomo, ["algorithm=fedavg"]).config.partition.val is None
+
+
 def test_the_defaults_of_ones_own_algorithm(small, source):
     path = source("own_rules", RULES)
     assert prepare(small, [f"algorithm={path}:both"]).config.local.steps == 3
