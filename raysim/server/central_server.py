@@ -440,7 +440,12 @@ class Server:
                     f"the saved state does not fit server rule '{self.rule.name}' with "
                     f"{self.problem.size:,} parameters: '{key}' is missing or has another shape"
                 )
-        self.state = {k: snapshot[f"state/{k}"].to(v.device) for k, v in self.state.items()}
+        # Copies, whose memory is aligned as that of any tensor: a matrix product of tensors inside
+        # of a file's memory may have other last bits.
+        self.state = {
+            key: snapshot[f"state/{key}"].to(tensor.device, copy=True)
+            for key, tensor in self.state.items()
+        }
         self.buffers = snapshot["buffers"].to(self.buffers)
         metrics = {
             key.removeprefix("admitted/"): float(value)

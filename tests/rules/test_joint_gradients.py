@@ -13,6 +13,7 @@ from support.programs import program
 from torch import nn
 from torch.nn import functional as F
 
+from raysim import testing
 from raysim.errors import ContractError, RaysimError
 from raysim.models.flat import Model
 from raysim.rules.batch import Batch
@@ -202,3 +203,9 @@ def test_a_server_computes_with_the_clients_models_without_public_data(run, sour
 def test_what_a_server_did_not_ask_for_is_refused(server, error, run, source):
     with pytest.raises((ContractError, RaysimError), match=error):
         run({"mode": "loop"}, client="fedavg", server=f"{source('joint_rules', RULES)}:{server}")
+
+
+@pytest.mark.parametrize("algorithm", ["fedgen", "pfedhn"])
+def test_a_servers_nets_have_the_same_bits_after_a_resume(algorithm):
+    """Their tensors come from a file, where memory is aligned otherwise."""
+    testing.check_resume(algorithm=algorithm)
