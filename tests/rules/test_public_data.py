@@ -185,7 +185,9 @@ def test_a_group_without_its_public_data_is_refused(config, shown):
 
 
 def test_a_server_rule_that_did_not_ask_is_told_the_declaration(config, source):
-    with pytest.raises(RaysimError, match=r"reports\.task or reports\.public, for which"):
+    with pytest.raises(
+        RaysimError, match=r"needs_task = True, or reports\.public, .* needs_public_data"
+    ):
         raysim.run(config(server=f"{source('rules', UNASKED)}:Unasked"))
 
 

@@ -53,6 +53,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fedproxm with beta1 0 is fedprox": ({"name": "fedproxm", "mu": 0.4, "beta1": 0.0}, {"name": "fedprox", "mu": 0.4}),
     "moon with mu 0 is fedavg": ({"name": "moon", "mu": 0.0}, {"name": "fedavg"}),
     "fedmlb without hybrids is fedavg": ({"name": "fedmlb", "lambda2": 0.0, "lambda3": 0.0}, {"name": "fedavg"}),
+    "fedgen with alpha 0 is fedavg": ({"name": "fedgen", "alpha": 0.0}, {"name": "fedavg"}),
     "moonm with beta1 0 is moon": ({"name": "moonm", "mu": 2.0, "beta1": 0.0}, {"name": "moon", "mu": 2.0}),
     "moonm with mu 0 is fedavgm": ({"name": "moonm", "mu": 0.0, "beta1": 0.9}, {"name": "fedavgm", "beta1": 0.9}),
     "fedmlbm with beta1 0 is fedmlb": ({"name": "fedmlbm", "beta1": 0.0}, {"name": "fedmlb"}),
@@ -81,6 +82,7 @@ OTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"name": "fedavg"},
     ),
     "fedmlb, divergence": ({"name": "fedmlb", "lambda2": 0.0, "lambda3": 0.1}, {"name": "fedavg"}),
+    "fedgen": ({"name": "fedgen", "alpha": 0.1}, {"name": "fedavg"}),
     "moonm": ({"name": "moonm", "beta1": 0.1}, {"name": "moon"}),
     "moonm, momentum": (
         {"name": "moonm", "mu": 0.1, "beta1": 0.9},
