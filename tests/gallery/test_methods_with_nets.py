@@ -394,9 +394,7 @@ def test_gpfl(mode, train):
         x_end, E, A, V = (mixed(p, values) for values in zip(*ends, strict=True))
         x = x - server_lr * (x - x_end)
         check(done.xs[t + 1], x)
-        for key, expected, start in zip(
-            ("E", "A", "vectors"), (E, A, V), before, strict=True
-        ):
+        for key, expected, start in zip(("E", "A", "vectors"), (E, A, V), before, strict=True):
             check(done.states[t + 1][key], expected, start)
 
         def logits(i, X, x=x, E=E, A=A, V=V):
