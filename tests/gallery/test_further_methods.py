@@ -134,7 +134,6 @@ def test_fedfomo(mode, train):
         state = done.states[t + 1]
         check(state["models"], models)
         check(state["P"], P)
-        assert state["trained"].tolist() == trained.tolist()
         expected = done.mean_test_loss(lambda i: own.get(i, x0))
         assert done.records[t + 1]["clients/loss"] == pytest.approx(expected, rel=1e-9)
     assert min(seen["negative"], seen["mixed"], seen["fewer"], seen["explored"]) > 0, seen
@@ -163,7 +162,6 @@ def test_apple(mode, scheduler, train):
         p0 = counts / counts.sum()
         p[[i not in trained for i in range(n)]] = p0
         check(done.states[t]["p"], p)
-        check(done.states[t]["p0"], p0)
         lam = 1e-3 ** (t / L) if scheduler == "exponential" else (1 + np.cos(np.pi * t / L)) / 2
         lam = lam if t < L else 0.0
         after, lr = cores.copy(), by_round(FALLING)(t)
@@ -266,20 +264,19 @@ def test_fedpac(mode, train, overlapping):
             f = features(w, X)
             sums, counts = sums + onehot.T @ f, counts + onehot.sum(0)
             ends.append(w)
-        weights, trained = samples(done, cohort), np.array(ends)[:, BODY:]
-        had = counts > 0
+        x = x - server_lr * (x - samples(done, cohort) @ np.array(ends))
+        trained, had = np.array(ends)[:, BODY:], counts > 0
         c = np.where(had[:, None], sums / np.maximum(counts, 1)[:, None], c)
-        body = x[:BODY] - server_lr * (x[:BODY] - weights @ np.array(ends)[:, :BODY])
-        x = np.concatenate([body, weights @ trained])
         for k, i in enumerate(cohort):
             apart = np.array([(h[k] - other).ravel() for other in h])
             alpha = on_simplex(np.diag(np.maximum(V, 1e-12)) + apart @ apart.T)
             heads[i] = alpha @ trained
             alphas.append(alpha)
         state = done.states[t + 1]
-        check(done.xs[t + 1], x)
+        check(done.xs[t + 1][:BODY], x[:BODY])  # nobody receives a classifier that is the same
         check(state["heads"], heads)
-        check(state["centroids"], c)
+        check(state["centroids"], np.nan_to_num(c))
+        assert np.array_equal(state["known"].ravel() > 0, ~np.isnan(c[:, 0]))
 
         def model(i, x=x):
             return np.concatenate([x[:BODY], heads[i]])

@@ -251,7 +251,7 @@ def test_fedcp(mode, train):
         x = x - server_lr * (x - x_end)
         state = done.states[t + 1]
         for found, expected, start in zip(
-            (done.xs[t + 1], state["policy"], state["vectors"]), (x, A, V), before, strict=True
+            (done.xs[t + 1], state["A"], state["vectors"]), (x, A, V), before, strict=True
         ):
             check(found, expected, start)
 
@@ -300,7 +300,8 @@ def test_pfedhn(mode, layers, train):
     def flat(arrays):
         return np.concatenate([array.ravel() for array in arrays])
 
-    check(done.states[0]["phi"], flat(phi))
+    check(done.states[0]["embeddings"], phi[0])
+    check(done.states[0]["phi"], flat(phi[1:]))
     m, absent = [np.zeros_like(array) for array in phi], set()
     for t, cohort in enumerate(done.feed.cohorts):
         deltas = {}
@@ -317,8 +318,11 @@ def test_pfedhn(mode, layers, train):
         G = gradients(product, *phi)
         m = [momentum * a + g + decay * b for a, g, b in zip(m, G, phi, strict=True)]
         phi = [a - by_round(lr)(t) * b for a, b in zip(phi, m, strict=True)]
-        check(done.states[t + 1]["phi"], flat(phi))
-        check(done.states[t + 1]["momentum"], flat(m))
+        state = done.states[t + 1]
+        check(state["embeddings"], phi[0])
+        check(state["phi"], flat(phi[1:]))
+        check(state["m embeddings"], m[0])
+        check(state["m phi"], flat(m[1:]))
         absent |= {i for i in range(n) if i not in cohort and t > 0}
         expected = done.mean_test_loss(lambda i, phi=phi: model(i, *phi).numpy())
         assert done.records[t + 1]["clients/loss"] == pytest.approx(expected, rel=1e-9)
@@ -326,10 +330,10 @@ def test_pfedhn(mode, layers, train):
     assert all(np.array_equal(x, done.feed.x0) for x in done.xs)
 
 
-def test_pfedhn_default_embedding(train):
-    """The authors' code takes 1 + N / 4 numbers for a client, of all N clients."""
+def test_pfedhn_embedding_of_another_size(train):
     done = train("loop", {"name": "pfedhn", "hidden": 5, "layers": 1, "embedding": 4}, rounds=1)
-    assert done.states[0]["phi"].shape == (len(SIZES) * 4 + 5 * 5 + 6 * 5 + 6 * NET.size,)
+    assert done.states[0]["embeddings"].shape == (len(SIZES), 4)
+    assert done.states[0]["phi"].shape == (5 * 5 + 6 * 5 + 6 * NET.size,)
 
 
 def valve(h: Tensor, condition: Tensor, A: Any, V: Any) -> Tensor:
@@ -390,9 +394,7 @@ def test_gpfl(mode, train):
         x_end, E, A, V = (mixed(p, values) for values in zip(*ends, strict=True))
         x = x - server_lr * (x - x_end)
         check(done.xs[t + 1], x)
-        for key, expected, start in zip(
-            ("embeddings", "valve", "vectors"), (E, A, V), before, strict=True
-        ):
+        for key, expected, start in zip(("E", "A", "vectors"), (E, A, V), before, strict=True):
             check(done.states[t + 1][key], expected, start)
 
         def logits(i, X, x=x, E=E, A=A, V=V):
@@ -451,7 +453,7 @@ def test_feddbe(mode, train):
         if consensus is None:
             consensus = mixed(p, means)
         check(done.xs[t + 1], x)
-        check(done.states[t + 1]["mean"], consensus)
+        check(done.states[t + 1]["consensus"], consensus)
 
         def logits(i, X, x=x):
             h = net(torch.tensor(x), X)[0]
@@ -459,7 +461,7 @@ def test_feddbe(mode, train):
 
         expected = loss_on_tests(done, logits)
         assert done.records[t + 1]["clients/loss"] == pytest.approx(expected, rel=1e-9)
-    assert np.isnan(done.states[0]["mean"]).all() and max(ratios) > 0.1
+    assert np.isnan(done.states[0]["consensus"]).all() and max(ratios) > 0.1
     for i, z in biases.items():
-        check(done.kept(i)["bias"], z)
+        check(done.kept(i)["z_p"], z)
     assert sum(np.abs(z).max() > 0.01 for z in biases.values()) > 3
