@@ -273,7 +273,7 @@ MUTATIONS = (
         "raysim/engine/state/checkpoint.py",
         "            if damaged:\n",
         "            if not damaged and sums is None:\n",
-        ("tests/runs/test_run.py",),
+        ("tests/runs/test_damaged_files.py",),
     ),
     Mutation(
         "checkpoint: the oldest are kept, not the newest",

@@ -50,7 +50,7 @@ class FedGenClient(ClientRule):
     def loss(self, shared, state, net, batch, task):
         y = generator.labels(shared["prior"], batch.noise["label"])
         logits = net.classify(generator.generated(shared, y, batch.noise["eps"], task.classes))
-        weight = self.alpha * (shared["prior"].sum() > 0)
+        weight = self.alpha * (shared["prior"].sum() > 0).to(shared["prior"])
         return task_loss(net, batch) + weight * cross_entropy(logits, y, reduction="none")
 
     def finish(self, shared, state, client_state, data, task):

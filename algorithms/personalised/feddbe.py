@@ -53,7 +53,7 @@ class FedDBEClient(ClientRule):
         others = {"z_p": state["z_p"]}
         gradient, of_others = task.joint_grad(state["w"], batch, others, loss)
         known = ~shared["consensus"].isnan()
-        z_p = state["z_p"] - task.lr * known * of_others["z_p"]
+        z_p = state["z_p"] - task.lr * (known * of_others["z_p"])
         return {"w": task.descend(state["w"], gradient), "z_p": z_p, "mean": means[0].detach()}
 
     def finish(self, shared, state, client_state, data, task):

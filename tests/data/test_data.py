@@ -661,24 +661,6 @@ def test_normalisation_is_torchvisions(colour):
     assert x.dtype == torch.float32 and y.dtype == torch.int64 and x.is_contiguous()
 
 
-def test_augmentation_is_torchvisions_at_the_same_offsets(colour):
-    """RandomCrop pads the raw image with zeros before ToTensor and Normalize, then mirrors."""
-    tv = images.import_torchvision().transforms
-    mean, std = built_in_datasets.TORCHVISION_SOURCES["cifar10"].statistics
-    indices = np.arange(60)
-    draws = generator(0, "augment", 1).random((60, 3))
-    x, _ = Examples.of(colour, "train").batch(indices, generator(0, "augment", 1))
-    for k in indices:
-        image = tv.functional.pad(Image.fromarray(colour.x[k].transpose(1, 2, 0)), 4)
-        top, left = int(draws[k, 0] * 9), int(draws[k, 1] * 9)
-        image = tv.functional.crop(image, top, left, 32, 32)
-        if draws[k, 2] < 0.5:
-            image = tv.functional.hflip(image)
-        expected = tv.functional.normalize(tv.functional.to_tensor(image), mean, std)
-        torch.testing.assert_close(x[k], expected, rtol=1e-5, atol=1e-6)
-    assert set((draws[:, 0] * 9).astype(int)) == set(range(9)), "all offsets were met"
-
-
 @pytest.mark.parametrize(("pad", "flip"), [(2, False), (0, True), (3, True)])
 def test_augmentation_is_the_literal_one_to_the_bit(pad, flip):
     x, y = pixels(20, 2, 5, 7), np.arange(20)

@@ -3,7 +3,6 @@ identifies them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -549,22 +548,6 @@ def test_natural_clients_are_the_users(tmp_path, config):
     assert [plan.clients.client(i).tolist() for i in range(3)] == [
         list(range(k, 24, 3)) for k in range(3)
     ]
-
-
-def test_a_sweep_notices_a_changed_file(files, config, make_sweep: Callable[..., Any]):
-    config["data"] = {"name": "mine.py:load", "path": "table.csv"}
-    before = make_sweep(config)
-    (files / "table.csv").write_text((files / "table.csv").read_text().replace("1", "2", 1))
-    assert {t.config.fingerprint for t in before.trials}.isdisjoint(
-        t.config.fingerprint for t in make_sweep(config).trials
-    )
-
-
-@pytest.fixture
-def make_sweep() -> Callable[..., Any]:
-    from raysim.sweeps.preparation import prepare_sweep
-
-    return lambda config: prepare_sweep({**config, "run_dir": None, "sweep": {"seed": [0, 1]}})
 
 
 # -- torchvision -----------------------------------------------------------------------------------

@@ -227,32 +227,6 @@ def test_log_dirichlet_has_the_moments_of_dirichlet(alpha):
     np.testing.assert_allclose(q.var(axis=0).mean(), variance, rtol=0.05)
 
 
-MNIST_LABELS = np.repeat(
-    np.arange(10), [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
-)
-"""Labels of MNIST's training images, sorted."""
-
-
-def test_class_over_clients_has_the_published_sizes():
-    """Quantiles (min, 25, 50, 75, 90 %, max) of one published MNIST draw lie among those of thirty
-    of ours."""
-    published = {
-        0.01: (2, 2, 9, 530, 2400, 5900),
-        0.1: (5, 160, 370, 770, 1500, 2800),
-        1.0: (260, 450, 590, 730, 840, 1150),
-    }
-    mnist = dataset(MNIST_LABELS)
-    for alpha, expected in published.items():
-        p = partition(name="dirichlet", clients=100, alpha=alpha)
-        found = [
-            np.quantile(split_dataset(p, mnist, seed).sizes, [0, 0.25, 0.5, 0.75, 0.9, 1])
-            for seed in range(30)
-        ]
-        low, high = np.min(found, axis=0), np.max(found, axis=0)
-        assert (low <= expected).all() and (expected <= high).all(), (alpha, low, high)
-        assert (high <= 4 * low + 20).sum() >= 4  # narrow enough to tell the three apart
-
-
 def literal_client_over_classes(y, n_classes, n_clients, alpha, rng):
     """Place by place: a class from the client's mix, renormalised over the classes that have
     examples left."""

@@ -104,9 +104,11 @@ def at(table: pd.DataFrame, round: int) -> pd.DataFrame:
     return table[table["round"] == round].set_index("client")
 
 
-@pytest.mark.parametrize("test", [{"fraction": 0.3}, {"matched": True}])
-def test_clients_metrics_are_those_of_the_saved_parameters(setup, test):
-    setup["partition"]["test"] = test
+@pytest.mark.parametrize(
+    ("test", "schedule"), [({"fraction": 0.3}, {"cohort": 4}), ({"matched": True}, KASYNC)]
+)
+def test_clients_metrics_are_those_of_the_saved_parameters(setup, test, schedule):
+    setup["partition"]["test"], setup["schedule"] = test, schedule
     result = raysim.run(setup)
     table, plan = result.clients, prepare(result.run_dir / "config.yaml")
     w = list(result.state_dict.values())
@@ -152,34 +154,6 @@ def test_the_figures_are_those_of_the_table(setup):
     assert last["clients/evaluated"] == N and last["system/client_evaluation_seconds"] > 0
 
 
-def test_figures_of_an_asynchronous_run_are_those_of_the_final_nets_predictions(setup):
-    """From the predictions on each client's own test examples, in NumPy."""
-    setup["evaluate"]["clients"]["held_out"] = 0.0
-    result = raysim.run(setup | {"schedule": KASYNC, "rounds": 3})
-    plan, last = prepare(result.run_dir / "config.yaml"), result.history[-1]
-    W1, b1, W2, b2 = (part.double().numpy() for part in result.state_dict.values())
-    n, accuracy, loss = [], [], []
-    for client in range(N):
-        x, y = (part.numpy() for part in examples(plan, client)["test"])
-        z = np.maximum(x.reshape(len(x), -1) @ W1.T + b1, 0) @ W2.T + b2
-        n.append(len(y))
-        accuracy.append(np.mean(z.argmax(1) == y))
-        loss.append(np.mean(np.log(np.exp(z).sum(1)) - z[np.arange(len(y)), y]))
-    for metric, values, worst in (
-        ("accuracy", accuracy, sorted(accuracy)[:2]),  # a tenth of 12 clients, rounded up
-        ("loss", loss, sorted(loss)[-2:]),
-    ):
-        figures = {
-            "": np.mean(values),
-            "_weighted": np.average(values, weights=n),
-            "_std": np.std(values),
-            "_q10": np.quantile(values, 0.1),
-            "_worst10": np.mean(worst),
-        }
-        for end, value in figures.items():
-            assert last[f"clients/{metric}{end}"] == pytest.approx(value, rel=1e-5), (metric, end)
-
-
 @pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_fine_tuning_is_gradient_descent_from_the_global_model(setup, mode):
     """Also for clients that never train, and for a rule with other local steps."""
@@ -194,30 +168,6 @@ def test_fine_tuning_is_gradient_descent_from_the_global_model(setup, mode):
         expected = measured(descended(w, *parts["train"], steps=3, lr=0.2), *parts["test"])
         assert row["fine_tuned_loss"] == pytest.approx(expected["loss"], rel=1e-4)
         assert row["fine_tuned_loss"] != pytest.approx(row["loss"], rel=1e-4)
-
-
-@pytest.mark.parametrize("mode", ["loop", "lanes"])
-def test_a_rule_names_the_model_that_a_client_uses(setup, rules, mode):
-    """After one step on all examples, clients that took part use their own parameters."""
-    setup |= {"client": f"{rules}:Keeps", "server": "fedavg", "rounds": 1}
-    del setup["algorithm"]
-    setup["local"] = {"steps": 1, "batch_size": "full", "lr": LR}
-    setup["schedule"] = {"cohort": 6}
-    setup["batching"] = {"mode": mode}
-    result = raysim.run(setup)
-    plan = prepare(result.run_dir / "config.yaml")
-    x0 = [part.clone() for part in plan.model().state_dict(*plan.initial).values()]
-    now = list(result.state_dict.values())
-    n_own = 0
-    for client, row in at(result.clients, 1).iterrows():
-        parts = examples(plan, client)
-        own = measured(descended(x0, *parts["train"], steps=1, lr=LR), *parts["test"])["loss"]
-        of_server = measured(now, *parts["test"])["loss"]
-        n_own += row["loss"] == pytest.approx(own, rel=1e-4)
-        assert row["loss"] == pytest.approx(own, rel=1e-4) or row["loss"] == pytest.approx(
-            of_server, rel=1e-4
-        )
-    assert n_own == 6
 
 
 def test_clients_are_evaluated_with_their_personal_parameters(setup):
@@ -256,8 +206,10 @@ def test_fine_tuning_starts_from_the_model_that_a_client_uses(setup, rules, mode
         own, of_server = (
             measured(descended(start, *train, steps=2, lr=0.2), *test)["loss"] for start in starts
         )
-        is_own = row["loss"] == pytest.approx(measured(starts[0], *test)["loss"], rel=1e-4)
+        used = [measured(start, *test)["loss"] for start in starts]
+        is_own = row["loss"] == pytest.approx(used[0], rel=1e-4)
         n_own += is_own
+        assert is_own or row["loss"] == pytest.approx(used[1], rel=1e-4)
         assert row["fine_tuned_loss"] == pytest.approx(own if is_own else of_server, rel=1e-4)
     assert n_own == 6
 
@@ -501,3 +453,9 @@ def test_a_client_whose_metric_is_undefined_does_not_count():
     weighted = [(0.5, 1), (float("nan"), 5), (0.7, 3)]
     assert figures(weighted, True)["_weighted"] == pytest.approx(0.65)
     assert figures([(float("nan"), 1)], True) == {}
+
+
+@pytest.mark.parametrize(("larger_is_better", "worst"), [(True, 1.5), (False, 11.5)])
+def test_the_worst_tenth_is_rounded_up(larger_is_better, worst):
+    found = figures([(float(k), 1) for k in range(1, 13)], larger_is_better)
+    assert found["_worst10"] == worst

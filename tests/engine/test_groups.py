@@ -154,21 +154,25 @@ ALONE = sorted(
 
 @pytest.mark.parametrize("client", ALONE)
 def test_every_client_rule_in_a_group_is_the_same_in_loop_and_lanes(client, config, engine):
-    """A group with the same rule changes nothing in a loop; with other settings, vmap equals the
-    loop."""
     server = client if client in SERVER_RULES and fits(client, client) else "fedavg"
     server = server if fits(client, server) else next(s for s in SERVER_RULES if fits(client, s))
     staged = {"name": "mlp", "hidden": [8]}
     rule = small(client)
     given = {"rounds": 3, "client": rule, "server": server, "model": staged}
     plain, _ = engine(config(**given))
-    named, _ = engine(config(**given, groups={"same": {"share": 0.3, "client": rule}}))
-    assert all(map(np.array_equal, plain.executor.xs, named.executor.xs))
     groups = {"small": {"share": 0.4, "client": rule, "local": {"batch_size": 5, "lr": 0.1}}}
     looped, _ = engine(config(**given, groups=groups))
     several, _ = engine(config("lanes", **given, groups=groups))
     assert distance(several.executor.xs, looped.executor.xs) < 1e-8
     assert distance(looped.executor.xs, plain.executor.xs) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
+def test_a_group_with_the_rule_of_the_others_changes_nothing(name, config, engine):
+    given = {"client": name, "server": name}
+    plain, _ = engine(config(**given))
+    named, _ = engine(config(**given, groups={"same": {"share": 0.3, "client": name}}))
+    assert all(map(np.array_equal, plain.executor.xs, named.executor.xs))
 
 
 # --- runs

@@ -77,25 +77,28 @@ def test_an_init_that_returns_w_is_refused(mode, given):
         prepare(given("StartsElsewhere", batching={"mode": mode}))
 
 
-@pytest.mark.parametrize("upload", ["mean", "sum", "per_client", "difference"])
+NO_VECTOR = {
+    "int": r"as int64 \[3\]; uploads are added up as floats: send \.to\(shared\[\"x\"\]\.dtype\)",
+    "bool": r"as bool \[5\]",
+    "matrix": r"as float32 \[2, 5\]; uploads are vectors: send \.reshape\(-1\)",
+    "scalar": r"as float32 \[\]",
+    "ragged": "with 3 and 5 numbers for two clients",
+    "sparse": r"as a sparse tensor; send \.to_dense\(\)",
+}
+
+
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "upload"),
     [
-        (
-            "int",
-            r"as int64 \[3\]; uploads are added up as floats: send \.to\(shared\[\"x\"\]\.dtype\)",
-        ),
-        ("bool", r"as bool \[5\]"),
-        ("matrix", r"as float32 \[2, 5\]; uploads are vectors: send \.reshape\(-1\)"),
-        ("scalar", r"as float32 \[\]"),
-        ("ragged", "with 3 and 5 numbers for two clients"),
-        ("sparse", r"as a sparse tensor; send \.to_dense\(\)"),
+        *((what, "mean") for what in NO_VECTOR),
+        *(("int", upload) for upload in ("sum", "per_client", "difference")),
     ],
 )
-def test_an_upload_that_is_no_vector_of_floats_is_refused(what, said, upload, given, source):
+def test_an_upload_that_is_no_vector_of_floats_is_refused(what, upload, given, source):
     server = {"name": source("rules", RULES) + ":Takes", "mode": upload}
     with pytest.raises(
-        ConfigError, match=f"client.name: finish of client rule 'sends' sends 'more' {said}"
+        ConfigError,
+        match=f"client.name: finish of client rule 'sends' sends 'more' {NO_VECTOR[what]}",
     ):
         prepare(given("Sends", {"what": what}, server=server, batching={"mode": "loop"}))
 

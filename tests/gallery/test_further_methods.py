@@ -228,10 +228,10 @@ def overlapping(tmp_path: Path) -> str:
 def test_fedpac(mode, train, overlapping):
     """Xu 2023, algorithm 1: first steps of the classifier, then of the body with λ/F |f - c_y|²; each
     client's next classifier is the mix of least variance and bias (eq. 10)."""
-    lam, head_steps, server_lr, n = 3.0, 2, 0.9, len(EMPTY)
+    lam, head_share, server_lr, n = 3.0, 0.4, 0.9, len(EMPTY)
     done = train(
         mode,
-        {"name": "fedpac", "lam": lam, "head_steps": head_steps, "lr": server_lr,
+        {"name": "fedpac", "lam": lam, "head_share": head_share, "lr": server_lr,
          "weights": "samples"},
         partition={"path": overlapping},
         local={"epochs": 3, "lr": FALLING},
@@ -249,7 +249,9 @@ def test_fedpac(mode, train, overlapping):
             f = features(w, X)
             h.append(onehot.T @ f / len(y))
             V.append(((f**2).sum() / len(y) - (h[-1] ** 2).sum()) / len(y))
-            for k, (X_b, y_b) in enumerate(done.batches(t, i)):
+            batches = done.batches(t, i)
+            head_steps = min(round(head_share * len(batches)), len(batches) - 1)
+            for k, (X_b, y_b) in enumerate(batches):
                 known = ~np.isnan(c[y_b, 0])
                 missing += int((~known).sum())
 

@@ -169,11 +169,8 @@ def test_side_by_side_with_an_optimizer(client, server, which, engine, config):
         local.pop("accumulate", None)
     looped, _ = engine(config(client, server, local=local))
     several, _ = engine(config(client, server, local=local, batching={"mode": "lanes", "size": 3}))
-    plain = {"epochs": 2, "batch_size": 6, "lr": 0.05}
-    unoptimized, _ = engine(config(client, server, local=plain))
     assert distance(several.executor.xs, looped.executor.xs) < 1e-8
     assert distance(several.executor.statistics, looped.executor.statistics) < 1e-8
-    assert distance(looped.executor.xs, unoptimized.executor.xs) > 1e-4
     keeps = OPTIMIZERS[which]["optimizer"].get("state") == "keep"
     rows = [
         looped.store.get(client) or {} for client in range(len(SIZES)) if looped.store.seen[client]
@@ -369,10 +366,11 @@ def test_a_dropped_client_leaves_no_trace(client, server, engine, config):
             assert np.isfinite([record[key] for record in records[1:]]).all()
 
 
-@every_rule
-def test_a_client_dropped_under_k_async_leaves_a_sound_state(client, server, engine, config):
+@pytest.mark.parametrize("server", sorted({server for _, server in a_few()}))
+def test_a_client_dropped_under_k_async_leaves_a_sound_state(server, engine, config):
     """It arrives, is thrown out and counted, and starts again with the newest version; the clock
     does not notice."""
+    client = a_client_for(server)
     block = {"mode": "lanes", "size": 3}
     given = {
         "rounds": 6,
@@ -394,8 +392,10 @@ def test_a_client_dropped_under_k_async_leaves_a_sound_state(client, server, eng
     assert run.store.get(BAD) is None
 
 
-@every_client
-@pytest.mark.parametrize("mode", ["loop", "lanes"])
+@pytest.mark.parametrize(
+    ("client", "server", "mode"),
+    [("fedavg", "fedavg", "loop"), *((*pair, "lanes") for pair in one_for_each_client())],
+)
 def test_a_non_finite_client_stops_the_run_by_name(client, server, mode, engine, config, base):
     schedule = make_schedule(prepare({**base, **config(client, server)}).config, np.array(SIZES))
     first = next(t for t in range(3) if BAD in sample_cohort(schedule, t))
@@ -559,7 +559,7 @@ def test_any_number_of_actors_gives_the_same_bits(client, server, config, base, 
 
 
 @pytest.mark.ray
-@every_rule
+@every_client
 def test_several_actors_give_the_same_bits_under_k_async(client, server, config, base, on_ray):
     """Also where clients who began earlier train while the server is busy with the round before."""
     _same_on_actors(client, server, "loop", config, base, on_ray, 6, ASYNCHRONOUS, (3,))

@@ -207,7 +207,7 @@ def test_list_shows_where_a_method_is_from(install, monkeypatch, capsys, caplog)
         assert "halfbroken" not in origins and "halfbroken fails on import" in caplog.text
 
 
-@pytest.mark.parametrize("given", ["halfpkg:HALF", "halfpkg:HalfClient", "half"])
+@pytest.mark.parametrize("given", ["halfpkg:HalfClient", "half"])
 def test_a_run_of_an_installed_method_is_resumed(small, install, given):
     """Its config.yaml names the rule by its module, whatever the algorithm was called."""
     install("half-client", "halfpkg", HALF, half="halfpkg:HALF")

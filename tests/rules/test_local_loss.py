@@ -14,7 +14,6 @@ from raysim.prepare.resolve import prepare
 from raysim.rules import Upload
 from raysim.rules.rule import Problem
 
-SIZES = [30, 9, 17, 12, 45, 8]
 LR = 0.2
 NET = NETS["mlp"][1]
 
@@ -22,28 +21,8 @@ RULES = program("local_loss_rules")
 
 
 @pytest.fixture
-def config(ragged, source):
-    """config(**sections): a configuration of a small MLP in float64; FILE is the file of the rules."""
-    path = source("own", RULES)
-
-    def make(mode: str = "loop", **sections):
-        sections = {k: v.replace("FILE", path) if isinstance(v, str) else v
-                    for k, v in sections.items()}  # fmt: skip
-        return {
-            "rounds": 2,
-            "seed": 2,
-            "dtype": "float64",
-            "partition": ragged(SIZES),
-            "schedule": {"cohort": 4},
-            "model": NETS["mlp"][0],
-            "client": "fedavg",
-            "server": "fedavg",
-            "local": {"steps": 2, "batch_size": 16, "lr": LR},
-            "batching": {"mode": mode, "size": 3},
-            **sections,
-        }
-
-    return make
+def config(small_mlp):
+    return small_mlp(RULES, rounds=2)
 
 
 @pytest.mark.parametrize("mode", MODES)

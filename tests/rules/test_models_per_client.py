@@ -12,7 +12,6 @@ from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
 
-SIZES = [30, 9, 17, 12, 45, 8]
 LR = 0.2
 NET = NETS["mlp"][1]
 
@@ -20,28 +19,8 @@ RULES = program("models_per_client_rules")
 
 
 @pytest.fixture
-def config(ragged, source):
-    """config(**sections): a configuration of a small MLP in float64; FILE is the file of the rules."""
-    path = source("own", RULES)
-
-    def make(mode: str = "loop", **sections):
-        sections = {k: v.replace("FILE", path) if isinstance(v, str) else v
-                    for k, v in sections.items()}  # fmt: skip
-        return {
-            "rounds": 3,
-            "seed": 2,
-            "dtype": "float64",
-            "partition": ragged(SIZES),
-            "schedule": {"cohort": 4},
-            "model": NETS["mlp"][0],
-            "client": "fedavg",
-            "server": "fedavg",
-            "local": {"steps": 2, "batch_size": 16, "lr": LR},
-            "batching": {"mode": mode, "size": 3},
-            **sections,
-        }
-
-    return make
+def config(small_mlp):
+    return small_mlp(RULES, rounds=3)
 
 
 def local_sgd(f, net, w, t, i):

@@ -94,15 +94,10 @@ def adaptive(name: str) -> dict[str, Case]:
              **{k: v for k, v in settings.items() if k != "lr"}},
             [*ADAM_MATTERS, *others], {"lr": 0.3},
         ),
-        f"{name} samples": case(name, oracle, {**settings, **SAMPLES}, [UNIFORM]),
-        f"{name} schedules": Case(
-            {"name": name, **settings, "lr": [[0, 0.05], [3, 0.02]]}, oracle,
-            {**settings, "lr": by_round(STEPS), "server_lr": by_round([[0, 0.05], [3, 0.02]])},
-            [{"lr": 0.2}, {"server_lr": 0.05}], {"lr": STEPS},
-        ),
-        f"{name} defaults": Case(
-            {"name": name, "lr": 0.01}, oracle, {"lr": 0.3, "server_lr": 0.01},
-            [{"beta1": 0.8}, {"tau": 3e-3}, *([] if name == "fedams" else [{"beta2": 0.999}])], {"lr": 0.3},
+        f"{name} samples schedules": Case(
+            {"name": name, **settings, **SAMPLES, "lr": [[0, 0.05], [3, 0.02]]}, oracle,
+            {**settings, **SAMPLES, "lr": by_round(STEPS), "server_lr": by_round([[0, 0.05], [3, 0.02]])},
+            [{"lr": 0.2}, {"server_lr": 0.05}, UNIFORM], {"lr": STEPS},
         ),
     }  # fmt: skip
 
@@ -112,20 +107,13 @@ CASES: dict[str, Case] = {
     "scaffold": case("scaffold", scaffold.run, {}, [{"option": "I"}, SAMPLES]),
     "scaffold I": case("scaffold", scaffold.run, {"option": "I"}, [{"option": "II"}, SAMPLES]),
     "scaffold samples": case("scaffold", scaffold.run, {**SAMPLES, "lr": 0.5}, [UNIFORM, {"server_lr": 1.0}]),
-    "scaffold I samples": case("scaffold", scaffold.run, {**SAMPLES, "option": "I"}, [UNIFORM, {"option": "II"}]),
     "scaffold schedules": scheduled("scaffold", scaffold.run, {}, [SAMPLES]),
-    "scaffold I schedules": scheduled("scaffold", scaffold.run, {"option": "I"}, [{"option": "II"}]),
     "scaffold epochs": Case({"name": "scaffold"}, scaffold.run, LR, [SAMPLES, {"option": "I"}], EPOCHS),
     # FedDyn
     "feddyn": case("feddyn", feddyn.run, {"alpha": 0.3}, [{"alpha": 0.1}, {"scale_alpha": True}, SAMPLES]),
-    "feddyn samples": case("feddyn", feddyn.run, {"alpha": 0.3, **SAMPLES}, [UNIFORM]),
-    "feddyn scaled": case(
-        "feddyn", feddyn.run, {"alpha": 0.05, "scale_alpha": True}, [{"scale_alpha": False}, {"alpha": 0.04}, SAMPLES]
-    ),
     "feddyn scaled samples": case(
         "feddyn", feddyn.run, {"alpha": 0.05, "scale_alpha": True, **SAMPLES}, [{"scale_alpha": False}, UNIFORM]
     ),
-    "feddyn default": Case({"name": "feddyn"}, feddyn.run, {**LR, "alpha": 0.01}, [{"alpha": 0.02}], LR),
     "feddyn schedules": Case(
         {"name": "feddyn", "alpha": 0.3}, feddyn.run, {"lr": by_round(STEPS), "alpha": 0.3}, [{"lr": 0.2}],
         {"lr": STEPS},
@@ -133,12 +121,6 @@ CASES: dict[str, Case] = {
     "feddyn epochs": Case({"name": "feddyn", "alpha": 0.3}, feddyn.run, {**LR, "alpha": 0.3}, [SAMPLES], EPOCHS),
     # MimeLite
     "mimelite": case("mimelite", mimelite.run, {"beta": 0.6}, [{"beta": 0.5}, {"damped": False}, SAMPLES]),
-    "mimelite undamped": case(
-        "mimelite", mimelite.run, {"beta": 0.6, "damped": False}, [{"beta": 0.5}, {"damped": True}, SAMPLES], lr=0.1
-    ),
-    "mimelite samples": case("mimelite", mimelite.run, {"beta": 0.6, **SAMPLES}, [UNIFORM]),
-    "mimelite default": Case({"name": "mimelite"}, mimelite.run, {**LR, "beta": 0.9}, [{"beta": 0.8}], LR),
-    "mimelite schedules": scheduled("mimelite", mimelite.run, {"beta": 0.6}, [{"beta": 0.5}, SAMPLES]),
     "mimelite undamped samples schedules": scheduled(
         "mimelite", mimelite.run, {"beta": 0.4, "damped": False, **SAMPLES}, [{"damped": True}, UNIFORM]
     ),
@@ -149,14 +131,8 @@ CASES: dict[str, Case] = {
     "mimelite epochs": Case({"name": "mimelite", "beta": 0.6}, mimelite.run, {**LR, "beta": 0.6}, [SAMPLES], EPOCHS),
     # MIFA
     "mifa": case("mifa", mifa.run, {}, [SAMPLES, {"beta1": 0.1}, {"wait": True}], rounds=12),
-    "mifa samples": case("mifa", mifa.run, {**SAMPLES, "lr": 0.7}, [UNIFORM, {"server_lr": 1.0}], rounds=12),
-    "mifa schedules": scheduled("mifa", mifa.run, {}, [SAMPLES], rounds=12),
-    "mifa waits": case("mifa", mifa.run, {"wait": True}, [{"wait": False}, SAMPLES], rounds=12),
     "mifa waits samples": scheduled("mifa", mifa.run, {"wait": True, **SAMPLES}, [UNIFORM], rounds=12),
-    "mifam": case("mifam", mifa.mifam, {"beta1": 0.6}, [{"beta1": 0.0}, {"beta1": 0.5}, SAMPLES], rounds=12),
     "mifam samples": scheduled("mifam", mifa.mifam, {"beta1": 0.4, **SAMPLES}, [{"beta1": 0.0}, UNIFORM], rounds=12),
-    "mifam waits": case("mifam", mifa.mifam, {"beta1": 0.6, "wait": True}, [{"beta1": 0.0}, {"wait": False}],
-                        rounds=12),
     "mifam schedules": Case(
         {"name": "mifam", "beta1": STEPS}, mifa.mifam, {**LR, "beta1": by_round(STEPS)}, [{"beta1": 0.2}], LR
     ),
@@ -171,10 +147,6 @@ CASES: dict[str, Case] = {
         {"name": "fedadagrad", "lr": 0.03, "beta1": 0.7, "tau": 0.05}, fedopt.fedadagrad,
         {**LR, "server_lr": 0.03, "beta1": 0.7, "tau": 0.05}, [{"beta1": 0.0}, {"tau": 1e-3}, SAMPLES], LR,
     ),
-    "fedadagrad default": Case(
-        {"name": "fedadagrad", "lr": 0.01, **SAMPLES}, fedopt.fedadagrad, {**LR, "server_lr": 0.01, **SAMPLES},
-        [{"beta1": 0.1}, {"tau": 2e-3}, UNIFORM], LR,
-    ),
     "fedadagrad schedules": Case(
         {"name": "fedadagrad", "lr": [[0, 0.05], [3, 0.02]]}, fedopt.fedadagrad,
         {"lr": by_round(STEPS), "server_lr": by_round([[0, 0.05], [3, 0.02]])}, [{"lr": 0.2}, {"server_lr": 0.05}],
@@ -182,19 +154,9 @@ CASES: dict[str, Case] = {
     ),
     # FedNova
     "fednova": Case({"name": "fednova"}, fednova.run, LR, [UNIFORM, {"beta1": 0.1}, {"mu": 0.2}, {"rho": 0.2}], EPOCHS),
-    "fednova uniform": Case({"name": "fednova", **UNIFORM}, fednova.run, {**LR, **UNIFORM}, [SAMPLES], EPOCHS),
-    "fednova rho": Case(
-        {"name": "fednova", "rho": 0.6}, fednova.run, {**LR, "rho": 0.6}, [{"rho": 0.0}, {"rho": 0.5}, UNIFORM], EPOCHS
-    ),
-    "fednova mu": Case(
-        {"name": "fednova", "mu": 0.7}, fednova.run, {**LR, "mu": 0.7}, [{"mu": 0.0}, {"mu": 0.35}, UNIFORM], EPOCHS
-    ),
     "fednova momentum": Case(
         {"name": "fednova", "beta1": 0.6, "rho": 0.3, "lr": 0.5}, fednova.run,
         {**LR, "beta1": 0.6, "rho": 0.3, "server_lr": 0.5}, [{"beta1": 0.0}, {"server_lr": 1.0}], EPOCHS,
-    ),
-    "fednova beta1 by round": Case(
-        {"name": "fednova", "beta1": STEPS}, fednova.run, {**LR, "beta1": by_round(STEPS)}, [{"beta1": 0.2}], EPOCHS
     ),
     "fednova schedules": scheduled(
         "fednova", fednova.run, {"mu": 0.7, "beta1": 0.3}, [{"mu": 0.0}, UNIFORM, {"beta1": 0.0}]
@@ -315,8 +277,6 @@ TWO = {"hidden": [10, 8]}
 
 DEEP: dict[str, Deep] = {
     "moon": Deep({"name": "moon", **MOON}, moon.trace, {**LR, **MOON}, [*MOON_MATTERS, SAMPLES]),
-    "moon default": Deep({"name": "moon"}, moon.trace, LR, [{"mu": 0.0}, {"mu": 0.9}, {"temperature": 0.4}]),
-    "moon two": Deep({"name": "moon", **MOON}, moon.trace, {**LR, **MOON}, MOON_MATTERS, **TWO),
     "moon dead": Deep({"name": "moon", **MOON}, moon.trace, {**LR, **MOON}, MOON_MATTERS, hidden=[4], seed=3),
     "moon schedules": Deep(
         {"name": "moon", **MOON, **SAMPLES, "lr": SERVER_STEPS}, moon.trace, {**BY_ROUND, **MOON, **SAMPLES},
@@ -326,13 +286,7 @@ DEEP: dict[str, Deep] = {
         {"name": "moonm", **MOON, "beta1": 0.6, "lr": 0.5}, moon.trace, {**LR, **MOON, "beta1": 0.6, "server_lr": 0.5},
         [{"beta1": 0.0}, {"mu": 0.0}, SAMPLES],
     ),
-    "moon epochs": Deep({"name": "moon", **MOON}, moon.trace, {**LR, **MOON}, MOON_MATTERS, EPOCHS),
     "fedmlb": Deep({"name": "fedmlb", **MLB}, fedmlb.trace, {**LR, **MLB}, [*MLB_MATTERS, SAMPLES]),
-    "fedmlb default": Deep(
-        {"name": "fedmlb"}, fedmlb.trace, LR,
-        [{"lambda1": 0.9}, {"lambda2": 0.9}, {"lambda3": 0.9}, {"temperature": 1.1}, {"detach": True}], **TWO,
-    ),
-    "fedmlb two": Deep({"name": "fedmlb", **MLB}, fedmlb.trace, {**LR, **MLB}, MLB_MATTERS, **TWO),
     "fedmlb schedules": Deep(
         {"name": "fedmlb", **MLB, **SAMPLES, "lr": SERVER_STEPS}, fedmlb.trace, {**BY_ROUND, **MLB, **SAMPLES},
         [{"lr": 0.2}, {"server_lr": 1.0}, UNIFORM], {"lr": STEPS}, **TWO,
@@ -341,7 +295,6 @@ DEEP: dict[str, Deep] = {
         {"name": "fedmlbm", **MLB, "beta1": 0.6, "lr": 0.5}, fedmlb.trace,
         {**LR, **MLB, "beta1": 0.6, "server_lr": 0.5}, [{"beta1": 0.0}, {"lambda3": 0.0}, SAMPLES], **TWO,
     ),
-    "fedmlb epochs": Deep({"name": "fedmlb", **MLB}, fedmlb.trace, {**LR, **MLB}, MLB_MATTERS, EPOCHS, **TWO),
 }  # fmt: skip
 
 
@@ -373,7 +326,6 @@ def test_every_round_of_a_deep_method_is_the_papers(name, engine, ragged):
 
 
 NORM: dict[str, Deep] = {
-    "moon": Deep({"name": "moon", **MOON}, moon.trace, {"lr": 0.1, **MOON}, [{"previous": "received"}, {"mu": 0.0}]),
     "moon samples": Deep(
         {"name": "moon", **MOON, **SAMPLES, "lr": 0.5}, moon.trace, {"lr": 0.1, **MOON, **SAMPLES, "server_lr": 0.5},
         [{"previous": "received"}, UNIFORM, {"server_lr": 1.0}],
@@ -382,14 +334,9 @@ NORM: dict[str, Deep] = {
         {"name": "moonm", **MOON, "beta1": 0.5, "lr": 0.5}, moon.trace,
         {"lr": 0.1, **MOON, "beta1": 0.5, "server_lr": 0.5}, [{"previous": "received"}, {"beta1": 0.0}],
     ),
-    "fedmlb": Deep({"name": "fedmlb", **MLB}, fedmlb.trace, {"lr": 0.1, **MLB}, [*MLB_MATTERS, SAMPLES]),
     "fedmlb samples": Deep(
         {"name": "fedmlb", **MLB, **SAMPLES, "lr": 0.5}, fedmlb.trace, {"lr": 0.1, **MLB, **SAMPLES, "server_lr": 0.5},
         [UNIFORM, {"detach": True}],
-    ),
-    "fedmlbm": Deep(
-        {"name": "fedmlbm", **MLB, "beta1": 0.5, "lr": 0.5}, fedmlb.trace,
-        {"lr": 0.1, **MLB, "beta1": 0.5, "server_lr": 0.5}, [{"beta1": 0.0}],
     ),
 }  # fmt: skip
 

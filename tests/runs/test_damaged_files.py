@@ -154,6 +154,8 @@ def test_a_damaged_checkpoint_is_passed_over(run, tmp_path):
             read = checkpoint.read_latest(copy, lines.append)
             assert read is not None and read.facts["round"] == (1 if lines else 2), name
             assert lines or "raysim" in name or "a list" in name, (file, name)
+            newest = str(copy / home)
+            assert all(newest in line and "trying the one before" in line for line in lines)
             assert checkpoint.read_best(copy, lines.append) is not None
             shutil.rmtree(copy)
 

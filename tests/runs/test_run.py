@@ -581,35 +581,6 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize(
-    ("damage", "name"),
-    [
-        (d, n)
-        for d in (flip, empty, Path.unlink)
-        for n in (*checkpoint.CHECKPOINT_FILES, "sums.json")
-        if (d, n) != (flip, "sums.json")
-    ],
-)
-def test_a_damaged_checkpoint_is_passed_over_and_named(stopped, caplog, damage, name):
-    newest = checkpoint.available_checkpoints(stopped)[-1]
-    damage(newest / name)
-    with caplog.at_level(logging.WARNING):
-        _, _, saved = reopen(stopped)
-    assert saved is not None and saved.facts["round"] == 2
-    said = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
-    assert len(said) == 1 and str(newest) in said[0] and "trying the one before" in said[0]
-
-
-def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(stopped, tmp_path, uri):
-    whole = raysim.run({**basic(tmp_path, uri), "rounds": 6})
-    flip(checkpoint.available_checkpoints(stopped)[-1] / "server.safetensors")
-    assert resume(stopped).digest == whole.digest
-
-
 def test_all_checkpoints_damaged(stopped):
     for path in checkpoint.available_checkpoints(stopped):
         flip(path / "clients.safetensors")

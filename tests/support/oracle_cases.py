@@ -23,7 +23,7 @@ nothing."""
 ROOMY = [41, 49, 17, 34, 65, 0, 45, 36, 54, 32, 33, 48]
 """For GradMA's clients. Those of `SIZES` with a handful of samples have learnt them all within a
 step or two; then c is -lr b but for a part in a million, and the QP on [a, b, c] so nearly
-degenerate that its answer is not defined to nine digits (see test_fixed_points.py for what must
+degenerate that its answer is not defined to nine digits (tests/numerics/test_qp.py has what must
 hold there). Sizes and seeds of these runs keep clear of that."""
 
 
