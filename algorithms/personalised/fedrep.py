@@ -30,7 +30,8 @@ class FedRepClient(ClientRule):
         return task.part("classifier")
 
     def init(self, shared, client_state, data, task):
-        left = min(round(self.head_share * task.steps), task.steps - 1)
+        steps = int(task.steps)
+        left = min(round(self.head_share * steps), steps - 1)
         return {"head": task.part("classifier"), "left": task.x0.new_tensor(left)}
 
     def step(self, shared, state, batch, task):

@@ -292,7 +292,7 @@ def _once(say: Say) -> Say:
 
 def _check_published(metric: str, statistics: Sequence[Statistic]) -> None:
     """Raise ConfigError if papers do not publish a metric, or not this statistic of it."""
-    if metric != "accuracy":
+    if metric not in ("accuracy", "clients/accuracy", "clients/accuracy_weighted"):
         raise ConfigError(
             f"paper (--paper): published results are accuracies, not {metric}; leave out paper or "
             "metric (--metric)"
