@@ -288,9 +288,10 @@ def _dropped_keys(
         return {rivals[key] for key in above if key in rivals}
     if section in (*SECTIONS_WITH_NAME, "lr") and "name" in above:
         before, after = below.get("name"), above["name"]
-        # A method's defaults have no name: their keys go with any.
-        if before not in (None, after):
-            return set(below) - set(keys(section, str(before), str(after)) if keys else ())
+        if before != after:
+            # Keys without a name, such as a method's defaults, go with any kind that has them.
+            shared = keys(section, str(before or after), str(after)) if keys else ()
+            return set(below) - set(shared)
     return set()
 
 
