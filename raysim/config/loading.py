@@ -108,7 +108,8 @@ def read_config(
         name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
         replaced = any(_names_method(above) for above in layers[i + 1 :])
         brought = defaults(name) if isinstance(name, str) and not replaced else {}
-        merged = merge_layers(merged, merge_layers(brought, layer, keys), keys)
+        layer = merge_layers(_with_names_of(layer, brought), layer, keys)
+        merged = merge_layers(merged, layer, keys)
     merged.pop(CLAIMS, None)
     return merged
 
@@ -246,6 +247,16 @@ def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return layer
 
 
+def _with_names_of(layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a method's defaults of sections, which go with any kind that the layer names."""
+    completed = dict(defaults)
+    for key in set(SECTIONS_WITH_NAME) & defaults.keys() & layer.keys():
+        section = named(layer[key])
+        if isinstance(section, Mapping) and "name" in section:
+            completed[key] = {"name": section["name"], **named(defaults[key])}
+    return completed
+
+
 def merge_layers(
     below: Mapping[str, Any],
     above: Mapping[str, Any],
@@ -289,9 +300,7 @@ def _dropped_keys(
     if section in (*SECTIONS_WITH_NAME, "lr") and "name" in above:
         before, after = below.get("name"), above["name"]
         if before != after:
-            # Keys without a name, such as a method's defaults, go with any kind that has them.
-            shared = keys(section, str(before or after), str(after)) if keys else ()
-            return set(below) - set(shared)
+            return set(below) - set(keys(section, str(before), str(after)) if keys else ())
     return set()
 
 
