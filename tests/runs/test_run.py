@@ -255,6 +255,7 @@ def test_the_first_broadcast_is_measured_without_memory(server, config, monkeypa
         name
         for name in sorted(CLIENT_RULES)
         if set(SERVER_RULES[server]().uploads) <= set(CLIENT_RULES[name].sends)
+        and set(CLIENT_RULES[name].needs) <= set(SERVER_RULES[server].provides)
     )
     plan = prepare(
         {
