@@ -69,7 +69,7 @@ class FedFomoServer(ServerRule):
     epsilon: float = 0.3
     """Probability of a random model in round 0."""
     decay: float = 0.05
-    """What `epsilon` falls by in each round, down to 0."""
+    """Decrease of `epsilon` in each round, down to 0."""
 
     def init(self, x0, problem):
         N = problem.n_clients

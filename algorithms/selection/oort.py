@@ -57,7 +57,7 @@ class OortServer(FedAvgServer):
     T: float = 1.0
     """Preferred duration of a round at first, in virtual time."""
     Delta: float = 1.0
-    """What the pacer adds to T."""
+    """Step of the pacer: the increase of T."""
     W: int = 20
     """Rounds whose utility the pacer compares with that of as many before."""
     alpha: float = 2.0

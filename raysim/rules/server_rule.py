@@ -34,7 +34,7 @@ class ServerRule(Rule):
     needs_base_params: ClassVar[bool] = False
     """Whether `update` reads `reports.bases`."""
     needs_task: ClassVar[bool] = False
-    """Whether `update` reads `reports.task`. A rule with `needs_public_data` always may."""
+    """Whether `update` reads `reports.task`; a rule with `needs_public_data` need not set it."""
     counts_equally: ClassVar[bool] = False
     """True if all clients count equally in `update`; other `weights` are refused."""
     weights_after_training: ClassVar[bool] = False

@@ -60,7 +60,7 @@ class SweepSpec:
     """Settings of the sweep."""
 
     source: Source
-    """Where the sweep is written."""
+    """Source of the sweep."""
 
     read: ReadConfig
     """Reads the configuration of a point."""

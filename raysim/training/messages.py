@@ -26,7 +26,7 @@ class Broadcast:
     buffers: Tensor
     """[Q], the BatchNorm statistics."""
     evaluated: State | None = field(default=None, kw_only=True)
-    """What is evaluated in place of `shared` (`ServerRule.for_evaluation`); None for `shared`."""
+    """Tensors for evaluation (`ServerRule.for_evaluation`); None: those of `shared`."""
 
     @property
     def global_params(self) -> Tensor:

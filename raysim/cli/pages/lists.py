@@ -25,7 +25,7 @@ IN_SCHEMA = "x-lists"
 """Key of the shipped JSON Schema for the rows of the lists in `LISTS_OF_CODE`."""
 
 AT_DATA_PATH = "at data.path"
-"""Where the files of a user's own data set are."""
+"""Location of a user's own data set, in the list of data sets."""
 
 
 def rows(listing: str) -> list[CatalogueRow]:

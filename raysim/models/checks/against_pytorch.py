@@ -69,7 +69,7 @@ def check_reading(net: nn.Module, model: Model, settings: str = "") -> None:
     Args:
         net: the net as the user wrote it; not changed.
         model: the net as raysim reads it.
-        settings: what determines the net but for its initial values, see `comparing_once`.
+        settings: the settings that determine the net, see `comparing_once`.
 
     Raises:
         ConfigError: they differ, or the net's passes depend on something else than its parameters,

@@ -61,7 +61,7 @@ class StepNumbers:
         """Numbers that the device has computed, of each task that has not taken all of them."""
         self._taken = [0] * len(tasks)
         self._together = True
-        """Whether tasks are computed together; not if they use streams of their own."""
+        """Whether one call computes the numbers of several tasks; it needs a common stream."""
 
     def take(self, k: int, *shape: int) -> Tensor:
         """Return the next numbers of a task.
