@@ -1,7 +1,7 @@
-"""NumPy's uniform random numbers on any device: Philox 4x64-10 in integer arithmetic of tensors.
+"""NumPy's random words on any device: Philox 4x64-10 in integer arithmetic of tensors.
 
 Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") maps a key and a counter
-to four random words. So a GPU can compute the numbers of `raysim.randomness.generator`, bit for
+to four random words. So a GPU can compute the words of `raysim.randomness.generator`, bit for
 bit, without drawing them on the CPU and copying them.
 """
 
@@ -16,30 +16,42 @@ KEY_INCREMENTS = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
 ROUNDS = 10
 LOW = 0xFFFFFFFF
 """The low half of a word of 64 bits."""
-NUMBERS_PER_COUNTER = 8
-"""Numbers of float32 that one counter gives: two of each word."""
+WORDS_PER_COUNTER = 8
+"""Words of 32 bits that one counter gives."""
 
 
-def uniform(keys: Tensor, count: int) -> Tensor:
-    """Return the first numbers of several generators, in [0, 1).
+def random_words(keys: Tensor, count: int, first: int = 0) -> Tensor:
+    """Return random words of 32 bits of several generators.
 
     Args:
         keys: [K, 2], int64: the two words of each generator's key, see
             `raysim.randomness.key_words`.
-        count: how many numbers of each.
+        count: how many words of each.
+        first: how many words to skip, a multiple of `WORDS_PER_COUNTER`.
 
     Returns:
-        [K, count], float32, on the device of the keys: what `Generator.random(count,
-        dtype=np.float32)` of NumPy gives.
+        [K, count], int32, on the device of the keys: the bits of what `Generator.integers(0, 2**32,
+        count, dtype=np.uint32)` of NumPy gives.
     """
-    n_counters = -(-count // NUMBERS_PER_COUNTER)
     # NumPy counts before it computes, so its first counter is 1.
-    first = torch.arange(1, n_counters + 1, device=keys.device).expand(len(keys), -1)
-    zero = torch.zeros_like(first)
-    words = torch.stack(philox((first, zero, zero, zero), keys[:, :1], keys[:, 1:]), -1)
-    # NumPy takes the low half of a word first, and of each half the upper 24 bits.
-    halves = torch.stack((words & LOW, _upper(words)), -1)
-    return (halves.flatten(1)[:, :count] >> 8).to(torch.float32) * 2.0**-24
+    begin, n_counters = first // WORDS_PER_COUNTER + 1, -(-count // WORDS_PER_COUNTER)
+    counter = torch.arange(begin, begin + n_counters, device=keys.device).expand(len(keys), -1)
+    zero = torch.zeros_like(counter)
+    words = torch.stack(philox((counter, zero, zero, zero), keys[:, :1], keys[:, 1:]), -1)
+    # NumPy takes the low half of a word first.
+    return words.view(torch.int32).flatten(1)[:, :count]
+
+
+def uniform(words: Tensor) -> Tensor:
+    """Return a uniform number in [0, 1) for each random word.
+
+    Args:
+        words: int32, of any shape: random words, see `random_words`.
+
+    Returns:
+        float32: what `Generator.random(dtype=np.float32)` of NumPy gives, the upper 24 bits.
+    """
+    return ((words >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
 
 
 def philox(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysim.numerics.philox import philox, uniform
+from raysim.numerics.philox import philox, random_words, uniform
 from raysim.randomness import generator, key_words
 
 # Random123 (Salmon et al. 2011), its file kat_vectors: counter, key, words.
@@ -48,9 +48,14 @@ def test_the_published_vectors(counter, key, expected, device):
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 4096])
-def test_the_numbers_of_numpy(count, device):
+def test_the_words_and_numbers_of_numpy(count, device):
     places = [(seed, "dropout", t, client) for seed in (0, 7) for t in (0, 3) for client in (0, 99)]
     keys = np.stack([key_words(*place) for place in places]).view(np.int64)
-    numbers = uniform(torch.from_numpy(keys).to(device), count).cpu()
-    expected = [generator(*place).random(count, dtype=np.float32) for place in places]
-    assert np.array_equal(numbers.numpy(), np.stack(expected))
+    words = random_words(torch.from_numpy(keys).to(device), count + 16)
+    skipped = random_words(torch.from_numpy(keys).to(device), count, first=16)
+    assert torch.equal(words[:, 16:], skipped)
+    for k, place in enumerate(places):
+        drawn = generator(*place).integers(0, 2**32, count + 16, dtype=np.uint32)
+        assert np.array_equal(words[k].cpu().numpy().view(np.uint32), drawn)
+        numbers = generator(*place).random(count + 16, dtype=np.float32)
+        assert np.array_equal(uniform(words[k]).cpu().numpy(), numbers)

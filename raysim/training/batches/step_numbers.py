@@ -10,25 +10,24 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
-from raysim.data.examples import on_device
-from raysim.numerics.philox import uniform
+from raysim.numerics.normal_quantile import normal
+from raysim.numerics.philox import WORDS_PER_COUNTER, random_words, uniform
 from raysim.randomness import generator, key_words
 from raysim.training.messages import ClientTask
 
 NUMBERS_PER_CALL = 1 << 26
-"""Numbers that a GPU computes together, of whole tasks: 256 MB, unless one task needs more."""
+"""Numbers that a GPU computes together: 256 MB, unless one step needs more."""
 
 NUMPY_DEVICES = frozenset({"cpu"})
-"""Types of devices for which NumPy draws all numbers, since that is faster there."""
+"""Types of devices for which NumPy draws the random words, since that is faster there."""
 
 
 class StepNumbers:
     """Random numbers of one purpose in the local steps of several tasks.
 
-    Those of a task are the numbers of `raysim.randomness.generator` for this purpose, its base
-    version and its client, in the order in which it takes them. NumPy draws them for a CPU. A GPU
-    computes uniform numbers of float32 from the same keys, because copying them costs far more than
-    training. Normal numbers are drawn by NumPy and copied.
+    Those of a task come from the words of `raysim.randomness.generator` for this purpose, its base
+    version and its client, in the order in which it takes them. NumPy draws the words for a CPU. A
+    GPU computes them from the same keys, because copying numbers costs far more than training.
 
     Args:
         seed: seed of the run.
@@ -55,10 +54,11 @@ class StepNumbers:
         self._device = torch.device("cpu") if distribution == "uniform64" else device
         self._generators: list[Generator] = []
         """The generators of the tasks; [] if the device computes the numbers."""
-        if distribution != "uniform" or device.type in NUMPY_DEVICES:
+        if distribution == "uniform64" or device.type in NUMPY_DEVICES:
             self._generators = [generator(*place) for place in self._places]
-        self._computed: dict[int, Tensor] = {}
-        """Numbers that the device has computed, of each task that has not taken all of them."""
+        self._computed: dict[int, tuple[int, Tensor]] = {}
+        """Numbers that the device has computed, of each task that has not taken all of them, with
+        the index of the first one among all of the task."""
         self._taken = [0] * len(tasks)
         self._together = True
         """Whether one call computes the numbers of several tasks; it needs a common stream."""
@@ -74,26 +74,28 @@ class StepNumbers:
             The numbers, which the caller may change in place.
         """
         if self._generators:
-            return on_device(self._draw(self._generators[k], shape), self._device)
+            return self._draw(self._generators[k], shape)
         begin = self._taken[k]
         end = self._taken[k] = begin + math.prod(shape)
         if begin == end:
             return torch.empty(shape, device=self._device)
-        if k not in self._computed:
-            self._compute(k)
-        numbers = self._computed[k][begin:end].view(shape)
+        if k not in self._computed or end > self._computed[k][0] + len(self._computed[k][1]):
+            self._compute(k, begin, end)
+        first, numbers = self._computed[k]
         if numbers.is_cuda:
             # They were computed on another stream if the task trains on a lane.
             numbers.record_stream(torch.cuda.current_stream(numbers.device))
         if end == self._counts[k]:
             del self._computed[k]  # the last of several tasks frees their memory
-        return numbers
+        return numbers[begin - first : end - first].view(shape)
 
-    def _draw(self, rng: Generator, shape: tuple[int, ...]) -> np.ndarray:
-        """Draw numbers of this shape."""
+    def _draw(self, rng: Generator, shape: tuple[int, ...]) -> Tensor:
+        """Draw numbers of this shape on the CPU."""
+        if self._distribution == "normal":
+            words = rng.integers(0, 1 << 32, math.prod(shape), dtype=np.uint32)
+            return normal(torch.from_numpy(words.view(np.int32))).view(shape)
         dtype = np.float64 if self._distribution == "uniform64" else np.float32
-        draw = rng.standard_normal if self._distribution == "normal" else rng.random
-        return np.asarray(draw(shape, dtype=dtype), dtype=dtype)
+        return torch.from_numpy(np.asarray(rng.random(shape, dtype=dtype)))
 
     def compute_all(self) -> None:
         """Prepare for tasks on streams of their own: compute all numbers on the current stream.
@@ -108,16 +110,19 @@ class StepNumbers:
             if self._together and count and k not in self._computed:
                 self._compute(k)
 
-    def _compute(self, k: int) -> None:
-        """Compute the numbers of task `k`, perhaps together with those of the next tasks."""
+    def _compute(self, k: int, begin: int = 0, end: int = 0) -> None:
+        """Compute numbers of task `k` from `begin` on, perhaps with those of the next tasks."""
+        first = begin // WORDS_PER_COUNTER * WORDS_PER_COUNTER
         # As many numbers are computed for each task as for the largest.
-        width, end = self._counts[k], k + 1
-        for count in self._counts[end:]:
-            if not self._together or max(width, count) * (end + 1 - k) > NUMBERS_PER_CALL:
+        width = min(self._counts[k] - first, max(end - first, NUMBERS_PER_CALL))
+        after = k + 1
+        for count in self._counts[after:] if self._together and not begin else ():
+            if max(width, count) * (after + 1 - k) > NUMBERS_PER_CALL:
                 break
-            width, end = max(width, count), end + 1
-        keys = np.stack([key_words(*place) for place in self._places[k:end]]).view(np.int64)
-        numbers = uniform(torch.from_numpy(keys).to(self._device), width)
-        for i in range(k, end):
+            width, after = max(width, count), after + 1
+        keys = np.stack([key_words(*place) for place in self._places[k:after]]).view(np.int64)
+        words = random_words(torch.from_numpy(keys).to(self._device), width, first)
+        numbers = normal(words.flatten()) if self._distribution == "normal" else uniform(words)
+        for i, row in enumerate(numbers.view(len(words), width), start=k):
             if self._counts[i]:
-                self._computed[i] = numbers[i - k]
+                self._computed[i] = first, row
