@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.gallery_runs import BODY, LR, NET, SIZES, Done, check, net
+from support.normal_numbers import normal_numbers
 from support.oracle_cases import MODES, by_round
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -76,8 +77,12 @@ def steps_of(done: Done, t: int, i: int, **noise: tuple) -> list[tuple]:
     for X, y in done.batches(t, i):
         numbers = {}
         for key, (shape, distribution) in noise.items():
-            draw = getattr(streams[key], distribution)
-            numbers[key] = draw((len(y), *shape), dtype=np.float32).astype(np.float64)
+            size = (len(y), *shape)
+            if distribution == "normal":
+                drawn = normal_numbers(streams[key], size)
+            else:
+                drawn = streams[key].random(size, dtype=np.float32)
+            numbers[key] = drawn.astype(np.float64)
         found.append((X, torch.tensor(y).long(), numbers))
     return found
 
@@ -146,7 +151,7 @@ def test_fedgen(mode, train):
         ends, lr = [], by_round(FALLING)(t)
         for i in cohort:
             w = x
-            numbers = {"eps": ((d,), "standard_normal"), "label": ((), "random")}
+            numbers = {"eps": ((d,), "normal"), "label": ((), "uniform")}
             for X, y, noise in steps_of(done, t, i, **numbers):
 
                 def loss(w, X=X, y=y, noise=noise, G=G, prior=prior):

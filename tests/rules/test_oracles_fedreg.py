@@ -20,6 +20,7 @@ import pytest
 from oracle import dpsgd, fedavg, fedcurv, fedreg
 from oracle.batches import batch_sizes
 from oracle.nets import Blocks
+from support.normal_numbers import normal_numbers
 from support.oracle_cases import (
     MODES,
     NETS,
@@ -65,10 +66,7 @@ def noisy(run, f: Feed) -> list[dict[int, list]]:
 
     def z(t: int, i: int) -> list[np.ndarray]:
         drawn = generator(run.config.seed, "noise", t, i)
-        return [
-            drawn.standard_normal(len(f.x0), dtype=np.float32).astype(np.float64)
-            for _ in f.batches[t][i]
-        ]
+        return [normal_numbers(drawn, (len(f.x0),)).astype(np.float64) for _ in f.batches[t][i]]
 
     return dpsgd.with_noise(f.batches, z)
 

@@ -6,20 +6,15 @@ import numpy as np
 import pytest
 import torch
 from support.batteries import NETS, SIZES
+from support.normal_numbers import normal_numbers
 from support.programs import program
 
-from raysim.numerics.normal_quantile import normal
 from raysim.randomness import generator
 from raysim.training.batches import step_numbers
 from raysim.training.batches.step_numbers import StepNumbers
 from raysim.training.messages import ClientTask
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def normal_numbers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    words = rng.integers(0, 2**32, shape, dtype=np.uint32).view(np.int32)
-    return normal(torch.from_numpy(words).flatten()).view(shape).numpy()
 
 
 KINDS = {
