@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -25,7 +26,11 @@ def same_values(tensor: Tensor, other: Tensor) -> bool:
     return tensor.is_floating_point() and torch.allclose(tensor, other, 0.0, 0.0, equal_nan=True)
 
 
-def close(a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
+CANCELLED = 0.01
+"""Where terms cancel, rounding is as large as theirs: share of the tolerance that holds for them."""
+
+
+def close(a: Tensor, b: Tensor, tolerance: float | None = None, magnitude: float = 0.0) -> bool:
     """Return whether two tensors are equal up to rounding.
 
     Args:
@@ -33,6 +38,8 @@ def close(a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
         b: the tensor that it is compared with.
         tolerance: largest difference, as a share of the largest magnitude in `b`; None: that of a
             different order of operations in the type of `b`.
+        magnitude: that of the terms of which both are sums. The terms can cancel, as in the
+            gradient of a bias before BatchNorm, which is nothing but their rounding.
     """
     if a.shape != b.shape:
         return False
@@ -41,7 +48,21 @@ def close(a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
     scale = float(b.abs().max()) if b.numel() else 0.0
     if not np.isfinite(scale):
         return torch.equal(torch.isfinite(a), torch.isfinite(b))
+    scale = max(scale, CANCELLED * magnitude)
     return torch.allclose(a, b, 0.0, tolerance * scale + 1e-12, equal_nan=True)
+
+
+def magnitude(tensors: Iterable[Tensor | None]) -> float:
+    """Return the largest finite magnitude in some tensors, or 0.
+
+    Args:
+        tensors: the tensors; None stands for one without numbers.
+    """
+    largest = 0.0
+    for tensor in tensors:
+        if tensor is not None and tensor.numel():
+            largest = max(largest, float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max()))
+    return largest
 
 
 def original_copy(net: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import count
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from raysim.errors import ConfigError
+from raysim.models.checks import against_pytorch
 from raysim.models.checks.against_pytorch import check_same_outputs, sample_outputs
 from raysim.prepare.resolve import prepare
 from raysim.runs.python_inputs import named_source
@@ -259,6 +261,28 @@ def test_a_users_net_trains_as_in_pytorch(make):
     for key, value in net.state_dict().items():
         assert torch.equal(value, before[key]), "a check before a run changed the net"
     check(result, fedavg(make(), DATA, PARTS), DATA)
+
+
+@pytest.mark.parametrize("share", [1e-6, 1e-2])
+def test_gradients_that_cancel_differ_by_rounding_of_their_terms(share, monkeypatch):
+    """That of a bias before BatchNorm is rounding alone, which need not be the same twice."""
+    passes, original, net = count(), against_pytorch._pass, sequence(nn.BatchNorm1d(8))
+
+    def with_rounding(*arguments):
+        made = original(*arguments)
+        if next(passes) % 2:
+            terms = max(float(g.abs().max()) for g in made.gradients)
+            made.gradients = [
+                g + share * terms * (2 * torch.rand(g.shape) - 1) for g in made.gradients
+            ]
+        return made
+
+    monkeypatch.setattr(against_pytorch, "_pass", with_rounding)
+    if share < 1e-5:
+        run(net, DATA, PARTS, rounds=1, dtype="float32")
+    else:
+        with pytest.raises(ConfigError, match="another gradient"):
+            run(net, DATA, PARTS, rounds=1, dtype="float32")
 
 
 # -- nets that couple the examples of a batch

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from raysim.errors import ConfigError, in_a_line
 from raysim.models.batchnorm_statistics import BoundStatistics
 from raysim.models.checks.hidden_state import refuse_draws, refuse_hidden_state
-from raysim.models.comparison import close, layer_names, original_copy
+from raysim.models.comparison import close, layer_names, magnitude, original_copy
 from raysim.models.first_outputs import failed_loss
 from raysim.models.flat import BoundModel, Model
 from raysim.randomness import generator
@@ -267,8 +267,13 @@ def _refuse_difference(model: Model, expected: Pass, got: Pass, when: str) -> No
     """Refuse a net of which raysim's pass differs from PyTorch's."""
     if not close(got.outputs, expected.outputs):
         _refuse(model, when, expected.of_layers, got.of_layers)
+    largest = magnitude(expected.gradients)
     for name, a, b in zip(model.names, got.gradients, expected.gradients, strict=True):
-        if (a is None) != (b is None) or (a is not None and b is not None and not close(a, b)):
+        if a is None or b is None:
+            differ = a is not b
+        else:
+            differ = not close(a, b, magnitude=largest)
+        if differ:
             raise ConfigError(
                 f"{model.label} has another gradient of '{name.removeprefix('0.')}' here than in "
                 f"PyTorch {when}".rstrip()
@@ -278,8 +283,9 @@ def _refuse_difference(model: Model, expected: Pass, got: Pass, when: str) -> No
 
 def _refuse_other_statistics(model: Model, expected: Tensor, got: Tensor, when: str) -> None:
     """Refuse a net of which a pass moves the statistics [Q] to other values than PyTorch's."""
+    largest = magnitude([expected])
     for statistic in model.statistics:
-        if not close(statistic.of(got), statistic.of(expected)):
+        if not close(statistic.of(got), statistic.of(expected), magnitude=largest):
             raise ConfigError(
                 f"{model.label} moves '{statistic.layer}.{statistic.name}' here to other values "
                 f"than in PyTorch {when}".rstrip()
