@@ -163,9 +163,11 @@ def _check_schedule(config: Config, clients: Clients | VirtualClients) -> None:
     checks.check_cohort(config.schedule, len(clients))
     checks.check_cohort(config.schedule, clients.n_training, "evaluate.clients.held_out leaves")
     if isinstance(config.schedule, InFlight):
-        checks.check_cohort(config.schedule, clients.n_nonempty, "there is data for")
+        sizes = clients.sizes_by_round.phases
+        n_with_data = min(int(np.count_nonzero(of_phase)) for of_phase in sizes)
+        checks.check_cohort(config.schedule, n_with_data, "there is data for")
     # Building the schedule validates it, including the trace file that it may name.
-    rounds = schedule.make_schedule(config, clients.sizes)
+    rounds = schedule.make_schedule(config, clients.sizes_by_round)
     if isinstance(config.schedule, Sync) and isinstance(config.schedule.sampling, OwnSampling):
         assert isinstance(rounds, schedule.Synchronous)
         try:

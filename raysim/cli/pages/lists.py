@@ -249,6 +249,7 @@ LISTABLE: dict[str, Callable[[], list[CatalogueRow]]] = {
     "probes": _probes,
     "data": _datasets,
     "partitions": partial(_choices, "partition"),
+    "phases": partial(_choices, "phases"),
     "schedules": partial(_choices, "schedule"),
     "client_speeds": partial(_choices, "client_speeds"),
     "sampling": partial(_choices, "sampling"),

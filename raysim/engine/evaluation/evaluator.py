@@ -39,7 +39,8 @@ class Evaluator:
         self.name = plan.config.model.name
         self.net, self.size = BoundModel(plan.model(device)), plan.config.evaluate.batch_size
         self.metrics = plan.metrics
-        self.classes = plan.problem.classes if plan.config.evaluate.per_class else 0
+        by_class = plan.config.evaluate.per_class or plan.config.has_class_tasks
+        self.classes = plan.problem.classes if by_class else 0
         self.probes = probes.evaluations(plan)
         self.trainer = make_trainer(plan, device).trainers[0] if self.probes else None
 

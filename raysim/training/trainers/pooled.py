@@ -74,9 +74,7 @@ class PooledTrainer(LoopTrainer):
             # Sorted, so that the order of the sum is fixed.
             for base in sorted({task.base for task in block.tasks}):
                 tasks = [task for task in block.tasks if task.base == base]
-                pool = self.client_batches.pool(
-                    tasks, [self.clients.client(task.client) for task in tasks]
-                )
+                pool = self.client_batches.pool(tasks, self.examples_of(tasks))
                 self.task.local_params.copy_(broadcasts[base].global_params)
                 direction, client_losses = gradient(self.task.trained, pool)
                 delta.add_(direction, alpha=self.config.local.step_sizes.of_step(base))
