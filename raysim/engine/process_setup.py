@@ -257,7 +257,8 @@ def _update_steps(plan: Plan, x0: Tensor, device: str) -> list[UpdateStep]:
         steps.append(plan.collusion)
     public = learning.make_public_data(plan.dataset, plan.dtype, device, [plan.server])
     if public is not None or plan.server.needs_task:
-        steps.append(TrainingProblem(ServerTask(config, plan.model(device), x0, public)))
+        task = ServerTask(config, plan.model(device), x0, public)
+        steps.append(TrainingProblem(task, plan.server.changes_frozen))
     if plan.personal.mask is not None:
         steps.append(PersonalParameters(plan.personal.mask.to(device)))
     return steps

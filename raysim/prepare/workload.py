@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raysim import schedule
 from raysim.config.schema import Config
@@ -141,6 +141,8 @@ def build_problem(
         size=model.size,
         segments=model.segments,
         shapes=tuple(model.shapes),
+        names=tuple(name.removeprefix("0.") for name in model.names),
+        frozen=frozen_parameters(rules.server, model),
         n_nonempty=clients.n_nonempty,
         model=config.model.name,
         levels=model.levels,
@@ -156,6 +158,31 @@ def build_problem(
     workload = Workload(dataset, clients, members, net, model, problem, task, metrics)
     _check_rules(config, rules, workload)
     return workload
+
+
+def frozen_parameters(server: ServerRule, model: Model) -> dict[str, Tensor]:
+    """Return the net's frozen parameters by name; {} for a rule that does not change them.
+
+    Args:
+        server: the server rule.
+        model: the net.
+
+    Raises:
+        ConfigError: the rule changes them, and there are none or it does not broadcast them.
+    """
+    if not server.changes_frozen:
+        return {}
+    if "frozen" not in server.provides:
+        raise ConfigError(
+            f"server: rule '{server.name}' changes frozen parameters; give its class "
+            'provides = ("x", "frozen")'
+        )
+    if not model.frozen:
+        raise ConfigError(
+            f"model: server rule '{server.name}' changes frozen parameters, and model "
+            f"'{model.name}' has none; freeze some by model.freeze or requires_grad_(False)"
+        )
+    return {name.removeprefix("0."): p.detach().clone() for name, p in model.frozen.items()}
 
 
 def _check_schedule(config: Config, clients: Clients | VirtualClients) -> None:

@@ -91,6 +91,7 @@ class ClientEvaluator:
         Returns:
             The metrics of each client, or its error.
         """
+        parts = self.trainer.trainers[0].parts
         evaluations = []
         own_models: dict[int, State] = {}
         predictions: dict[int, Predict | None] = {}
@@ -100,6 +101,8 @@ class ClientEvaluator:
                 _n_examples(self.tests, task),
                 _n_examples(self.val, task),
             )
+            if parts.server.changes_frozen:
+                parts.model.set_frozen(broadcasts[task.base].shared["frozen"])
             try:
                 predict = predictions[task.client] = self._prediction(broadcasts[task.base], task)
                 w, buffers = self._model(broadcasts[task.base], task)

@@ -183,6 +183,8 @@ class ClientStart:
         broadcast = self.personal.received(
             self.sent_to(broadcast, client), client_task.client_state
         )
+        if self.parts.server.changes_frozen:
+            self.parts.model.set_frozen(broadcast.shared["frozen"])
         w, buffers = broadcast.global_params, broadcast.buffers
         n_updates = local.n_updates(client_task.steps)
         task.start(

@@ -43,6 +43,10 @@ class Evaluator:
         self.classes = plan.problem.classes if by_class else 0
         self.probes = probes.evaluations(plan)
         self.trainer = make_trainer(plan, device).trainers[0] if self.probes else None
+        self.changes_frozen = plan.server.changes_frozen
+        self.models = [self.net.model]
+        if self.trainer is not None:
+            self.models.append(self.trainer.model)
 
     def evaluate(self, broadcast: Broadcast, parts: EvaluationParts) -> dict[str, float]:
         """Return the metrics of a version of the model.
@@ -58,6 +62,9 @@ class Evaluator:
             RaysimError: the net or a probe failed; both may be users' code.
         """
         try:
+            if self.changes_frozen:
+                for model in self.models:
+                    model.set_frozen(broadcast.shared["frozen"])
             values = self._test(broadcast) if "test" in parts.names else {}
             for name, evaluate in self.probes.items():
                 if name in parts.names and self.trainer is not None:

@@ -185,6 +185,8 @@ def _why_not_mean(server: ServerRule) -> str | None:
     """Return what a server rule needs besides the mean update; None if that is all."""
     if overridden(server, ["sent_to"]):
         return f"server rule '{server.name}' sends clients different models"
+    if server.changes_frozen:
+        return f"server rule '{server.name}' changes parameters that clients do not train"
     if dict(server.uploads) != {"delta": "mean"}:
         return f"server rule '{server.name}' takes more than the mean of delta"
     return None
