@@ -250,7 +250,7 @@ def test_a_full_gradient_is_the_mean_over_all_examples(base, engine, ragged):
             update={"local": plan.config.local.model_copy(update={"batch_size": size})}
         )
         data = LocalData(
-            len(mine), trainer.start.average, lambda: trainer.client_batches.whole(mine)
+            len(mine), trainer.start.averages[0], lambda: trainer.client_batches.whole(mine)
         )
         sizes = [len(batch.y) for batch in data.batches()]
         assert sum(sizes) == data.n == 23 and trainer.start.average == 16
