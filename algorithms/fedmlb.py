@@ -18,17 +18,24 @@ nn.Sequential every layer is a stage: group the layers between which levels are 
 """
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from raysim.algorithms.fedavg import AUTHORS_CODE, FedAvgServer
 from raysim.algorithms.fedavgm import FedAvgMServer
-from raysim.rules import Algorithm, Batch, ClientRule, Net, Problem, State, Task, cross_entropy
-
-NonNegative = Annotated[float, Field(ge=0)]
+from raysim.rules import (
+    Algorithm,
+    Batch,
+    ClientRule,
+    Net,
+    NonNegative,
+    Positive,
+    Problem,
+    State,
+    Task,
+    cross_entropy,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class FedMLBClient(ClientRule):
     """Weight of the hybrid paths' cross-entropy."""
     lambda3: NonNegative = 1.0
     """Weight of the KL terms."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Positive = 1.0
     """T of the KL terms."""
 
     needs_class_labels = True

@@ -48,12 +48,11 @@ from raysim.rules import (
     Positive,
     Problem,
     Report,
+    Share,
     State,
     Task,
     soft_cross_entropy,
 )
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)

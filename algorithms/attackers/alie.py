@@ -10,14 +10,14 @@ Run: raysim run quickstart algorithm=median 'groups.attackers={share: 0.2, clien
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from raysim.rules import ClientRule
+from raysim.rules import ClientRule, NonNegative
 
 
 @dataclass(frozen=True)
 class AlieClient(ClientRule):
     """All attackers send the mean of their honest updates, minus z standard deviations."""
 
-    z: float | None = None
+    z: NonNegative | None = None
     """None: that of the paper, from the numbers of clients and attackers; at least 0."""
 
     def collude(self, uploads, others, cohort):

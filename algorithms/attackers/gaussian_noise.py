@@ -8,7 +8,7 @@ Run: raysim run methods/gaussian_noise groups.attackers.share=0.3
 
 from dataclasses import dataclass
 
-from raysim.rules import ClientRule
+from raysim.rules import ClientRule, NonNegative
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class GaussianNoiseClient(ClientRule):
     """Trains, and sends noise."""
 
     name = "gaussian_noise"
-    sigma: float = 0.1
+    sigma: NonNegative = 0.1
     """Standard deviation of each coordinate. The paper has 200."""
     mean: float = 0.0
     """Mean of each coordinate."""

@@ -8,14 +8,14 @@ epsilon: 2.0}}'
 
 from dataclasses import dataclass
 
-from raysim.rules import ClientRule
+from raysim.rules import ClientRule, NonNegative
 
 
 @dataclass(frozen=True)
 class IpmClient(ClientRule):
     """All attackers send -epsilon times the mean of the others' updates."""
 
-    epsilon: float = 0.5
+    epsilon: NonNegative = 0.5
     """Length of the reversed mean."""
 
     def collude(self, uploads, others, cohort):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raysim.rules import ClientRule
+from raysim.rules import ClientRule, Positive
 
 EXACT = "donot_use_mm_for_euclid_dist"  # a matrix product cancels if updates are alike
 
@@ -21,7 +21,7 @@ class MinMaxClient(ClientRule):
     """Collude on an update that distances do not reveal. It depends on the honest updates."""
 
     name = "min_max"
-    gamma: float = 10.0
+    gamma: Positive = 10.0
     """First gamma of the search."""
 
     def collude(self, uploads, others, cohort):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from raysim.rules import ClientRule, TaskMetric
+from raysim.rules import ClientRule, NonNegative, Share, TaskMetric
 
 TARGET = 0
 
@@ -30,9 +30,9 @@ class BackdoorClient(ClientRule):
 
     name = "backdoor"
     needs_class_labels = True
-    share: float = 0.3
+    share: Share = 0.3
     """Poisoned share of each batch."""
-    boost: float = 10.0
+    boost: NonNegative = 10.0
     """Factor of the update."""
 
     def direction(self, shared, state, batch, task):

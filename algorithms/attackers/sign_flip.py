@@ -7,7 +7,7 @@ Run: raysim run quickstart algorithm=median 'groups.attackers={share: 0.2, clien
 
 from dataclasses import dataclass
 
-from raysim.rules import ClientRule
+from raysim.rules import ClientRule, NonNegative
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class SignFlipClient(ClientRule):
     """Trains honestly, and sends -factor times its update."""
 
     name = "sign_flip"
-    factor: float = 1.0
+    factor: NonNegative = 1.0
     """Factor of the flipped update."""
 
     def finish(self, shared, state, client_state, data, task):

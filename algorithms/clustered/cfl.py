@@ -16,7 +16,7 @@ evaluate.every=0 evaluate.clients.every=20
 from dataclasses import dataclass
 
 from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import Algorithm, ServerRule
+from raysim.rules import Algorithm, NonNegative, ServerRule
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class CFLServer(ServerRule):
     """FedAvg in clusters that are split by the cosines of their updates."""
 
     counts_equally = True
-    eps1: float = 0.4
+    eps1: NonNegative = 0.4
     """Largest norm of a cluster's mean update for a split."""
-    eps2: float = 0.6
+    eps2: NonNegative = 0.6
     """Norm that an update of the cluster must exceed for a split."""
     provides = ("x", "models")
     uploads = {"delta": "per_client"}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raysim.rules import Algorithm, ClientRule, ServerRule, Upload
+from raysim.rules import Algorithm, ClientRule, PositiveInt, ServerRule, Upload
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class IFCAServer(ServerRule):
     """k models; each moves by the mean update of the clients that chose it."""
 
     counts_equally = True
-    k: int = 2
+    k: PositiveInt = 2
     """Number of models."""
     provides = ("x", "models")
     uploads = {"delta": "per_client", "cluster": "per_client"}

@@ -14,16 +14,16 @@ from math import prod
 
 import torch
 
-from raysim.rules import UploadStage
+from raysim.rules import PositiveInt, UploadStage
 
 
 @dataclass(frozen=True)
 class PowerSGD(UploadStage):
     """Low-rank matrices in place of those of an update."""
 
-    rank: int = 2
+    rank: PositiveInt = 2
     """r, the rank."""
-    iterations: int = 1
+    iterations: PositiveInt = 1
     """Power iterations."""
 
     def saved(self, shape):

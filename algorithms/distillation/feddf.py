@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import Algorithm, ServerRule, soft_cross_entropy
+from raysim.rules import Algorithm, NonNegative, PositiveInt, ServerRule, soft_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class FedDFServer(ServerRule):
     """Average of the models, trained on the mean of their outputs."""
 
     needs_public_data = "inputs"
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
     """Public examples in a step."""
-    distill_lr: float = 0.1
+    distill_lr: NonNegative = 0.1
     """Step size of the distillation, which makes one pass in a round."""
 
     @property

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raysim.rules import Algorithm, ClientRule, ServerRule, Upload, task_loss
+from raysim.rules import Algorithm, ClientRule, NonNegative, ServerRule, Upload, task_loss
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class FedDistillClient(ClientRule):
     supports_dp = False  # sums and counts have no noise
     needs = ("x", "logits")
     sends = {"sums": Upload(("C", "C"), mode="sum"), "counts": Upload(("C", 1), mode="sum")}
-    lam: float = 1.0
+    lam: NonNegative = 1.0
     """Weight of the distance to the mean logits."""
 
     def loss(self, shared, state, net, batch, task):

@@ -22,7 +22,17 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from raysim.algorithms.distillation import generator
-from raysim.rules import Algorithm, Batch, ClientRule, Positive, ServerRule, Upload, task_loss
+from raysim.rules import (
+    Algorithm,
+    Batch,
+    ClientRule,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    ServerRule,
+    Upload,
+    task_loss,
+)
 
 
 @dataclass(frozen=True)
@@ -33,9 +43,9 @@ class FedGenClient(ClientRule):
     supports_dp = False  # counts have no noise
     needs = ("x", "prior", *generator.GENERATOR)
     sends = {"delta": Upload("P"), "counts": Upload("C", mode="sum")}
-    alpha: float = 1.0
+    alpha: NonNegative = 1.0
     """Weight of the loss on generated features."""
-    noise_dim: int = 32
+    noise_dim: PositiveInt = 32
     """Numbers in the noise of a generated example."""
 
     def check(self, problem):
@@ -65,13 +75,13 @@ class FedGenServer(ServerRule):
     needs_task = True
     provides = ("x", "prior", *generator.GENERATOR)
     uploads = {"delta": "per_client", "counts": "sum"}
-    noise_dim: int = 32
+    noise_dim: PositiveInt = 32
     """Numbers in the noise of a generated example."""
-    hidden: int = 256
+    hidden: PositiveInt = 256
     """Width of the generator's hidden layer."""
-    generator_steps: int = 50
+    generator_steps: PositiveInt = 50
     """Steps of the generator in a round, T."""
-    generator_batch: int = 32
+    generator_batch: PositiveInt = 32
     """Generated examples in one of these steps."""
     generator_lr: Positive = 0.001
     """Step size of Adam."""

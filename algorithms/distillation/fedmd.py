@@ -13,7 +13,7 @@ Run: raysim run trusted.yaml algorithm=fedmd partition.test.fraction=0.2 evaluat
 
 from dataclasses import dataclass, replace
 
-from raysim.rules import Algorithm, ClientRule, ServerRule
+from raysim.rules import Algorithm, ClientRule, NonNegativeInt, ServerRule
 
 
 def distance(net, batch):
@@ -28,7 +28,7 @@ class FedMDClient(ClientRule):
     needs = ("x", "consensus")
     sends = ("scores",)
     needs_public_data = "inputs"
-    digest: int = 5
+    digest: NonNegativeInt = 5
     """Steps towards the mean scores, each on all public examples."""
 
     def begin(self, shared, client_state, data, task):

@@ -16,7 +16,7 @@ Run: raysim run quickstart algorithm=agnostic_fedavg
 
 from dataclasses import dataclass
 
-from raysim.rules import Algorithm, ClientRule, Logged, ServerRule, task_loss
+from raysim.rules import Algorithm, ClientRule, Logged, NonNegative, ServerRule, task_loss
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class AgnosticFedAvgServer(ServerRule):
     weights_after_training = True
     uploads = {"delta": "per_client", "F": "per_client"}
     logs = (Logged("lambda_max", "largest weight λ of a client over all clients"),)
-    gamma: float = 0.1
+    gamma: NonNegative = 0.1
     """Step size of the clients' weights. 0 is FedAvg, up to rounding."""
 
     def init(self, x0, problem):

@@ -8,7 +8,7 @@ Run: raysim run quickstart algorithm=qfedavg algorithm.q=1.0
 
 from dataclasses import dataclass
 
-from raysim.rules import Algorithm, ClientRule, ServerRule, task_loss
+from raysim.rules import Algorithm, ClientRule, NonNegative, ServerRule, task_loss
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class QFedAvgClient(ClientRule):
 
     sends = ("delta", "h")
     supports_dp = False  # the loss has no noise
-    q: float = 1.0
+    q: NonNegative = 1.0
     """Fairness. 0 is FedAvg."""
 
     def finish(self, shared, state, client_state, data, task):

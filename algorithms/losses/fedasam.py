@@ -10,16 +10,16 @@ Run: raysim run quickstart algorithm=fedasam
 from dataclasses import dataclass
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
+from raysim.rules import Algorithm, ClientRule, NonNegative
 
 
 @dataclass(frozen=True)
 class FedASAMClient(ClientRule):
     """Local SGD along the gradient at the worst point nearby, in units of the parameters."""
 
-    rho: float = 0.5
+    rho: NonNegative = 0.5
     """Distance of that point."""
-    eta: float = 0.2
+    eta: NonNegative = 0.2
     """Smallest unit."""
 
     def direction(self, shared, state, batch, task):

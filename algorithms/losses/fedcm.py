@@ -8,7 +8,7 @@ Run: raysim run quickstart algorithm=fedcm
 
 from dataclasses import dataclass
 
-from raysim.rules import Algorithm, ClientRule, ServerRule
+from raysim.rules import Algorithm, ClientRule, ServerRule, Share
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class FedCMClient(ClientRule):
 
     needs = ("x", "D")
     sends = ("delta", "mean_step")
-    alpha: float = 0.1
+    alpha: Share = 0.1
     """Weight of the client's own gradient."""
 
     @property

@@ -11,7 +11,7 @@ Run: raysim run quickstart algorithm=feddecorr
 from dataclasses import dataclass
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule, task_loss
+from raysim.rules import Algorithm, ClientRule, NonNegative, task_loss
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class FedDecorrClient(ClientRule):
     """Local SGD with decorrelated features."""
 
     supports_dp = False  # examples meet in K
-    beta: float = 0.1
+    beta: NonNegative = 0.1
     """Weight of the penalty."""
 
     def check(self, problem):

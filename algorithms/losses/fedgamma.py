@@ -10,14 +10,14 @@ Run: raysim run quickstart algorithm=fedgamma
 from dataclasses import dataclass
 
 from raysim.algorithms.scaffold import SCAFFOLDClient, SCAFFOLDServer
-from raysim.rules import Algorithm
+from raysim.rules import Algorithm, NonNegative
 
 
 @dataclass(frozen=True)
 class FedGAMMAClient(SCAFFOLDClient):
     """Local steps of SCAFFOLD along the gradient at the worst point nearby."""
 
-    rho: float = 0.1
+    rho: NonNegative = 0.1
     """Distance of that point."""
 
     def direction(self, shared, state, batch, task):

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
+from raysim.rules import Algorithm, ClientRule, NonNegative
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class FedLCClient(ClientRule):
 
     needs_class_labels = True
     supports_dp = False  # the numbers n_c have no noise
-    tau: float = 1.0
+    tau: NonNegative = 1.0
     """Strength of the calibration."""
 
     def init(self, shared, client_state, data, task):

@@ -11,14 +11,14 @@ Run: raysim run quickstart algorithm=fedlesam
 from dataclasses import dataclass
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
+from raysim.rules import Algorithm, ClientRule, NonNegative
 
 
 @dataclass(frozen=True)
 class FedLESAMClient(ClientRule):
     """Local SGD along gradients at a point shifted towards the global model of before."""
 
-    rho: float = 0.1
+    rho: NonNegative = 0.1
     """Length of the shift."""
 
     def state(self, task):

@@ -2,7 +2,7 @@
 
 Cross-entropy + beta KL(q_g || q), where q_g and q are the softmax of the global and of the local
 logits, divided by tau, over all classes but the true one. The authors' code multiplies the KL by
-tau² (the same for tau = 1), and weighs clients by samples (server.weights=samples).
+tau² (the same for tau = 1), and weighs clients by samples (algorithm.weights=samples).
 
 Run: raysim run quickstart algorithm=fedntd
 """
@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule, cross_entropy
+from raysim.rules import Algorithm, ClientRule, NonNegative, Positive, cross_entropy
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class FedNTDClient(ClientRule):
     """Local SGD that keeps what the global model says of the classes that are not true."""
 
     needs_class_labels = True
-    beta: float = 1.0
+    beta: NonNegative = 1.0
     """Weight of the distillation."""
-    tau: float = 1.0
+    tau: Positive = 1.0
     """Temperature."""
 
     def loss(self, shared, state, net, batch, task):

@@ -10,14 +10,14 @@ Run: raysim run quickstart algorithm=fedsam
 from dataclasses import dataclass
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
+from raysim.rules import Algorithm, ClientRule, NonNegative
 
 
 @dataclass(frozen=True)
 class FedSAMClient(ClientRule):
     """Local SGD along the gradient at the worst point nearby."""
 
-    rho: float = 0.05
+    rho: NonNegative = 0.05
     """Distance of that point."""
 
     def direction(self, shared, state, batch, task):

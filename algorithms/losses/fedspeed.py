@@ -11,18 +11,18 @@ Run: raysim run quickstart algorithm=fedspeed algorithm.lam=10
 from dataclasses import dataclass
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
+from raysim.rules import Algorithm, ClientRule, NonNegative, Positive, Share
 
 
 @dataclass(frozen=True)
 class FedSpeedClient(ClientRule):
     """Local SGD with prox-correction and a perturbed gradient."""
 
-    lam: float = 10.0
+    lam: Positive = 10.0
     """Inverse strength of the pull towards x."""
-    alpha: float = 0.9
+    alpha: Share = 0.9
     """Weight of the perturbed gradient."""
-    rho: float = 0.1
+    rho: NonNegative = 0.1
     """Step of the perturbation."""
 
     def state(self, task):

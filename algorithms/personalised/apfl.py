@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
+from raysim.rules import Algorithm, ClientRule, Share
 
 
 @dataclass(frozen=True)
 class APFLClient(ClientRule):
     """Local SGD of w, and of a mixture with an own model."""
 
-    alpha: float = 0.5
+    alpha: Share = 0.5
     """Weight of the own model at first."""
 
     def state(self, task):

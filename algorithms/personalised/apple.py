@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from raysim.rules import Algorithm, ClientRule, ServerRule
+from raysim.rules import Algorithm, ClientRule, NonNegative, PositiveInt, ServerRule
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class APPLEClient(ClientRule):
 
     needs = ("x", "models", "p", "examples")
     sends = ("delta", "p")
-    eta2: float = 0.001
+    eta2: NonNegative = 0.001
     """Step size of the directed relationships."""
-    mu: float = 0.1
+    mu: NonNegative = 0.1
     """Strength of the pull towards the shares of examples."""
-    L: int = 16
+    L: PositiveInt = 16
     """Rounds after which nothing is pulled any more."""
     scheduler: Literal["exponential", "cosine"] = "exponential"
     """How the pull falls to 0."""

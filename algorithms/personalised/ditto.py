@@ -12,14 +12,14 @@ Run: raysim run quickstart algorithm=ditto partition.test.fraction=0.2 evaluate.
 from dataclasses import dataclass
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
+from raysim.rules import Algorithm, ClientRule, NonNegative
 
 
 @dataclass(frozen=True)
 class DittoClient(ClientRule):
     """Local SGD, and an own model that is pulled towards the global one."""
 
-    lam: float = 0.1
+    lam: NonNegative = 0.1
     """Strength of the pull towards the global model."""
 
     def state(self, task):

@@ -4,12 +4,27 @@ A net is a linear layer A from F to [2, F] numbers, and three vectors [2, F] in 
 bias, and the scale and shift of a layer norm.
 """
 
+from dataclasses import dataclass
+
 import torch
 
-from raysim.rules import Upload
+from raysim.rules import ServerRule, Upload
 
 NET = {"A": Upload((2, "F", "F")), "vectors": Upload((3, 2, "F"))}
 """The tensors of a net, as uploads."""
+
+
+@dataclass(frozen=True)
+class _AveragingServer(ServerRule):
+    """Averages the updates of x, and all other tensors that it broadcasts."""
+
+    @property
+    def uploads(self):
+        return dict.fromkeys(("delta", *self.provides[1:]), "mean")
+
+    def update(self, state, reports):
+        x = state["x"] - self.lr * reports.mean("delta")
+        return {"x": x, **{key: reports.mean(key) for key in self.provides[1:]}}
 
 
 def initial_net(x0, problem, stream):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
+from raysim.rules import Algorithm, ClientRule, NonNegative, PositiveInt
 
 MAX_PASSES = 200
 """Largest number of passes that wait for W to converge."""
@@ -28,11 +28,11 @@ MAX_PASSES = 200
 class FedALAClient(ClientRule):
     """Local SGD from a mixture of the own and the global model, weighted element by element."""
 
-    eta: float = 1.0
+    eta: NonNegative = 1.0
     """Step size of W."""
-    passes: int = 1
+    passes: PositiveInt = 1
     """Passes over the client's data that train W in a round."""
-    steady: float = 0.0
+    steady: NonNegative = 0.0
     """Standard deviation of losses at which W has converged; 0: no convergence is waited for."""
 
     def check(self, problem):

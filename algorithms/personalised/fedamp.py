@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from raysim.algorithms.fedprox import FedProxClient
-from raysim.rules import Algorithm, ServerRule
+from raysim.rules import Algorithm, NonNegative, Positive, ServerRule
 
 EXACT = "donot_use_mm_for_euclid_dist"  # a matrix product cancels if models are alike
 
@@ -24,7 +24,7 @@ EXACT = "donot_use_mm_for_euclid_dist"  # a matrix product cancels if models are
 class FedAMPClient(FedProxClient):
     """Local SGD that is pulled towards the client's cloud model."""
 
-    mu: float = 1.0
+    mu: NonNegative = 1.0
     """Strength of the pull."""
 
 
@@ -35,9 +35,9 @@ class FedAMPServer(ServerRule):
     counts_equally = True
     provides = ("x", "models")
     uploads = {"delta": "per_client"}
-    sigma: float = 100.0
+    sigma: Positive = 100.0
     """Squared distance at which models count much less."""
-    alpha: float = 0.01
+    alpha: NonNegative = 0.01
     """Step size of the message passing. alpha / sigma is the largest weight of another model."""
 
     def init(self, x0, problem):

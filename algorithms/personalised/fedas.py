@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 
-from raysim.rules import Algorithm, ClientRule, ServerRule
+from raysim.rules import Algorithm, ClientRule, NonNegative, NonNegativeInt, ServerRule
 
 
 def alignment(prototypes, net, batch):
@@ -36,9 +36,9 @@ class FedASClient(ClientRule):
 
     needs_class_labels = True
     sends = ("delta", "fisher")
-    align_lr: float = 0.01
+    align_lr: NonNegative = 0.01
     """Step size of the alignment."""
-    align_passes: int = 1
+    align_passes: NonNegativeInt = 1
     """Passes over the client's data that align the body."""
 
     @property

@@ -23,8 +23,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import cross_entropy, layer_norm, normalize
 
-from raysim.algorithms.personalised.feature_nets import NET, discrepancy, initial_net
-from raysim.rules import Algorithm, Batch, ClientRule, ServerRule, Upload
+from raysim.algorithms.personalised.feature_nets import (
+    NET,
+    _AveragingServer,
+    discrepancy,
+    initial_net,
+)
+from raysim.rules import Algorithm, Batch, ClientRule, NonNegative, Upload
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class FedCPClient(ClientRule):
     supports_dp = False  # the policy net has no noise
     needs = ("x", *NET)
     sends = {"delta": Upload("P"), **NET}
-    lam: float = 5.0
+    lam: NonNegative = 5.0
     """Weight of the distance to the global model's features."""
 
     def state(self, task):
@@ -82,18 +87,13 @@ def outputs(net, received, head, policy, task):
 
 
 @dataclass(frozen=True)
-class FedCPServer(ServerRule):
+class FedCPServer(_AveragingServer):
     """Averages the bodies, the heads and the policy nets."""
 
     provides = ("x", *NET)
-    uploads = dict.fromkeys(("delta", *NET), "mean")
 
     def init(self, x0, problem):
         return {"x": x0, **initial_net(x0, problem, "policy")}
-
-    def update(self, state, reports):
-        x = state["x"] - self.lr * reports.mean("delta")
-        return {"x": x, **{key: reports.mean(key) for key in NET}}
 
 
 Algorithm(

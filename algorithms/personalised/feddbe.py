@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch.nn.functional import cross_entropy
 
-from raysim.rules import Algorithm, ClientRule, ServerRule, Upload
+from raysim.rules import Algorithm, ClientRule, NonNegative, ServerRule, Upload
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class FedDBEClient(ClientRule):
     supports_dp = False  # the mean features have no noise
     needs = ("x", "consensus")
     sends = {"delta": Upload("P"), "mean": Upload("F")}
-    kappa: Annotated[float, Field(ge=0)] = 50.0
+    kappa: NonNegative = 50.0
     """Weight of the distance between mean features and consensus."""
     mu: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of a batch in the mean features."""

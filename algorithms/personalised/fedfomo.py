@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from raysim.rules import Algorithm, ClientRule, ServerRule
+from raysim.rules import Algorithm, ClientRule, NonNegative, PositiveInt, ServerRule, Share
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class FedFomoServer(ServerRule):
     counts_equally = True
     provides = ("x", "models", "chosen")
     uploads = {"delta": "per_client", "w": "per_client", "ids": "per_client"}
-    M: int = 5
+    M: PositiveInt = 5
     """Models of other clients that a client receives."""
-    epsilon: float = 0.3
+    epsilon: Share = 0.3
     """Probability of a random model in round 0."""
-    decay: float = 0.05
+    decay: NonNegative = 0.05
     """Decrease of `epsilon` in each round, down to 0."""
 
     def init(self, x0, problem):

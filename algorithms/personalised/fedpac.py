@@ -11,6 +11,8 @@ Classifier collaboration: at the received model, with n examples, h_k = Σ_{y = 
 of the trained ones, where α minimises Σ_j α_j² V_j + Σ_k |h_i,k - Σ_j α_j h_j,k|² over the simplex:
 variance and bias of the combination. Bodies are averaged.
 
+The classifier of the global x is one that nobody receives, so evaluate the clients, not x.
+
 The authors' code weighs bodies by samples (algorithm.weights=samples), has a step size of its own
 for the classifier, pulls classes without a centroid to the client's own mean, cuts small
 eigenvalues of the quadratic form, and sets α below 0.001 to 0. PFLlib averages centroids without
@@ -27,7 +29,7 @@ import torch
 
 from raysim.algorithms.personalised.fedrep import FedRepClient
 from raysim.numerics import project_gram
-from raysim.rules import Algorithm, ServerRule, Upload, task_loss
+from raysim.rules import Algorithm, NonNegative, ServerRule, Upload, task_loss
 
 LEAST_VARIANCE = 1e-12
 """Least V, which keeps the quadratic form positive definite."""
@@ -63,7 +65,7 @@ class FedPACClient(FedRepClient):
         "sums": Upload(("C", "F"), mode="sum"),
         "counts": Upload(("C", 1), mode="sum"),
     }
-    lam: float = 1.0
+    lam: NonNegative = 1.0
     """Weight of the distance to the centroids."""
 
     def personal(self, task):

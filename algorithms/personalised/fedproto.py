@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raysim.rules import Algorithm, ClientRule, ServerRule, Upload, task_loss
+from raysim.rules import Algorithm, ClientRule, NonNegative, ServerRule, Upload, task_loss
 
 UNKNOWN = 1e6
 """Squared distance to the prototype of a class that nobody has had."""
@@ -29,7 +29,7 @@ class FedProtoClient(ClientRule):
 
     needs_class_labels = True
     supports_dp = False  # sums and counts have no noise
-    lam: float = 1.0
+    lam: NonNegative = 1.0
     """Weight of the distance to the prototypes."""
     nearest: bool = True
     """Answer with the class of the nearest prototype; false: with the classifier."""

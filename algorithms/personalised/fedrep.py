@@ -12,19 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
+from raysim.rules import Algorithm, ClientRule, Share
 
 
 @dataclass(frozen=True)
 class FedRepClient(ClientRule):
     """The classifier is personal. Its steps come first, then those of the body."""
 
-    head_share: float = 0.6
+    head_share: Share = 0.6
     """Share of a client's local steps that train the classifier; the body has at least one."""
-
-    def check(self, problem):
-        if not 0 <= self.head_share <= 1:
-            raise ValueError("head_share: a share of the local steps is from 0 to 1")
 
     def personal(self, task) -> torch.Tensor | None:
         return task.part("classifier")

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from torch.nn.functional import cross_entropy, layer_norm, normalize
 
-from raysim.algorithms.personalised.feature_nets import NET, initial_net
-from raysim.rules import Algorithm, ClientRule, ServerRule, Upload
+from raysim.algorithms.personalised.feature_nets import NET, _AveragingServer, initial_net
+from raysim.rules import Algorithm, ClientRule, NonNegative, Upload
 
 SHARED = {"E": Upload(("C", "F")), **NET}
 """Embeddings and valve, as uploads."""
@@ -35,9 +35,9 @@ class GPFLClient(ClientRule):
     supports_dp = False  # embeddings and valve have no noise
     needs = ("x", *SHARED)
     sends = {"delta": Upload("P"), **SHARED}
-    lam: float = 0.01
+    lam: NonNegative = 0.01
     """Weight of the distance of features and the embedding of their class."""
-    mu: float = 0.1
+    mu: NonNegative = 0.1
     """Weight decay of embeddings and valve."""
 
     def state(self, task):
@@ -78,20 +78,15 @@ def valve(features, q, nets):
 
 
 @dataclass(frozen=True)
-class GPFLServer(ServerRule):
+class GPFLServer(_AveragingServer):
     """Averages the bodies, the embeddings and the valves."""
 
     provides = ("x", *SHARED)
-    uploads = dict.fromkeys(("delta", *SHARED), "mean")
 
     def init(self, x0, problem):
         size = problem.classes, problem.features
         embeddings = x0.new_tensor(problem.rng("embeddings").standard_normal(size))
         return {"x": x0, "E": embeddings, **initial_net(x0, problem, "valve")}
-
-    def update(self, state, reports):
-        x = state["x"] - self.lr * reports.mean("delta")
-        return {"x": x, **{key: reports.mean(key) for key in SHARED}}
 
 
 Algorithm(

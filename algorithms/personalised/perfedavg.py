@@ -13,16 +13,16 @@ Run: raysim run quickstart algorithm=perfedavg partition.test.fraction=0.2 evalu
 from dataclasses import dataclass
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
+from raysim.rules import Algorithm, ClientRule, NonNegative
 
 
 @dataclass(frozen=True)
 class PerFedAvgClient(ClientRule):
     """Local SGD along gradients after one step on another batch."""
 
-    alpha: float = 0.05
+    alpha: NonNegative = 0.05
     """Step size of the inner step."""
-    delta: float = 0.0
+    delta: NonNegative = 0.0
     """Step of the difference that stands for the Hessian; 0 leaves the Hessian out."""
 
     def prepare(self, shared, batch, task):

@@ -22,7 +22,14 @@ import torch
 from pydantic import Field
 
 from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import Algorithm, PositiveScheduled, ServerRule
+from raysim.rules import (
+    Algorithm,
+    NonNegative,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveScheduled,
+    ServerRule,
+)
 
 TRAINED = "embeddings", "phi"
 """The embeddings [N, d], and the hypernetwork: weight and bias of each layer in one vector."""
@@ -36,15 +43,15 @@ class PFedHNServer(ServerRule):
     uploads = {"delta": "per_client"}
     lr: PositiveScheduled = 0.01
     """Step size of the hypernetwork and the embeddings."""
-    hidden: Annotated[int, Field(gt=0)] = 100
+    hidden: PositiveInt = 100
     """Width of the hidden layers."""
-    layers: Annotated[int, Field(ge=0)] = 3
+    layers: NonNegativeInt = 3
     """Hidden layers after the first one, n."""
-    embedding: Annotated[int, Field(ge=0)] = 0
+    embedding: NonNegativeInt = 0
     """Numbers in an embedding; 0: 1 + N // 4 for N clients."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum of the server's steps."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.001
+    weight_decay: NonNegative = 0.001
     """Weight decay of hypernetwork and embeddings."""
 
     def init(self, x0, problem):

@@ -5,7 +5,7 @@ steps of size personal_lr, from w (in the authors' code from the theta of the st
 w <- w - lr lam (w - theta). The server moves the global model by beta towards the mean of the
 clients' w; beta is its learning rate. theta has BatchNorm statistics of its own. In the authors'
 code all clients train in each round, also those whose w the server does not use, and the mean is
-weighted by samples (server.weights=samples).
+weighted by samples (algorithm.weights=samples).
 
 Run: raysim run quickstart algorithm=pfedme algorithm.lr=1.0 local.lr=0.05
 partition.test.fraction=0.2 evaluate.clients.every=20
@@ -14,18 +14,18 @@ partition.test.fraction=0.2 evaluate.clients.every=20
 from dataclasses import dataclass
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
+from raysim.rules import Algorithm, ClientRule, NonNegative, PositiveInt
 
 
 @dataclass(frozen=True)
 class PFedMeClient(ClientRule):
     """Moves w towards personal models that are near it."""
 
-    lam: float = 15.0
+    lam: NonNegative = 15.0
     """Strength of the pull of theta towards w."""
-    personal_lr: float = 0.05
+    personal_lr: NonNegative = 0.05
     """Step size of theta."""
-    K: int = 5
+    K: PositiveInt = 5
     """Steps of theta for one step of w."""
 
     def state(self, task):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import Algorithm, ServerRule
+from raysim.rules import Algorithm, NonNegativeInt, ServerRule
 
 EXACT = "donot_use_mm_for_euclid_dist"  # a matrix product cancels if updates are alike
 
@@ -22,7 +22,7 @@ class BulyanServer(ServerRule):
     """x <- x - lr * mean of the selected values that are nearest to their median."""
 
     counts_equally = True
-    attackers: int = 1
+    attackers: NonNegativeInt = 1
     """f, the number of attackers in a round of at least 4 f + 3 clients."""
 
     def check(self, problem):

@@ -9,8 +9,11 @@ Run: raysim run quickstart algorithm=centred_clipping algorithm.tau=1.0
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from raysim.rules import Algorithm, ClientRule, ServerRule
+from pydantic import Field
+
+from raysim.rules import Algorithm, ClientRule, Positive, ServerRule
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class CentredClippingClient(ClientRule):
     """Local SGD that sends a momentum of its updates. The first one is the update itself."""
 
     name = "centred_clipping"
-    beta: float = 0.9
+    beta: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Weight of the last momentum."""
 
     def state(self, task):
@@ -36,7 +39,7 @@ class CentredClippingServer(ServerRule):
 
     name = "centred_clipping"
     counts_equally = True
-    tau: float = 10.0
+    tau: Positive = 10.0
     """Largest distance from v that counts."""
 
     @property

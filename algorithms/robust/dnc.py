@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import Algorithm, ServerRule
+from raysim.rules import Algorithm, NonNegative, NonNegativeInt, PositiveInt, ServerRule
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class DnCServer(ServerRule):
 
     counts_equally = True
     uploads = {"delta": "per_client"}
-    attackers: int = 1
+    attackers: NonNegativeInt = 1
     """f, the number of attackers in a round."""
-    filter: float = 1.0
+    filter: NonNegative = 1.0
     """Updates that are left out in an iteration, in units of `attackers`."""
-    coordinates: int = 10_000
+    coordinates: PositiveInt = 10_000
     """Coordinates of an iteration."""
-    iterations: int = 1
+    iterations: PositiveInt = 1
     """Number of iterations."""
 
     def check(self, problem):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import Algorithm, ServerRule
+from raysim.rules import Algorithm, PositiveInt, ServerRule
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class FLTrustServer(ServerRule):
 
     counts_equally = True
     needs_public_data = "labels"
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over the root data in a round."""
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
     """Root examples in a step."""
 
     @property

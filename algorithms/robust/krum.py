@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import Algorithm, ServerRule
+from raysim.rules import Algorithm, NonNegativeInt, PositiveInt, ServerRule
 
 EXACT = "donot_use_mm_for_euclid_dist"  # a matrix product cancels if updates are alike
 
@@ -22,9 +22,9 @@ class KrumServer(ServerRule):
     """x <- x - lr * mean of the m updates with the smallest scores."""
 
     counts_equally = True
-    attackers: int = 1
+    attackers: NonNegativeInt = 1
     """f, the number of attackers in a round of at least 2 f + 3 clients."""
-    m: int = 1
+    m: PositiveInt = 1
     """Number of updates that are averaged. 1 is Krum."""
 
     def check(self, problem):

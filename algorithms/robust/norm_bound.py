@@ -9,7 +9,7 @@ Run: raysim run quickstart algorithm=norm_bound algorithm.bound=0.5
 from dataclasses import dataclass
 
 from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import Algorithm, ServerRule
+from raysim.rules import Algorithm, NonNegative, Positive, ServerRule
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class NormBoundServer(ServerRule):
     """Mean of updates of bounded length, with noise."""
 
     name = "norm_bound"
-    bound: float = 1.0
+    bound: Positive = 1.0
     """M, the largest length of an update."""
-    sigma: float = 0.0
+    sigma: NonNegative = 0.0
     """Standard deviation of the noise in each coordinate."""
 
     @property

@@ -10,16 +10,16 @@ Run: raysim run quickstart algorithm=rfa algorithm.weights=samples
 from dataclasses import dataclass
 
 from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import Algorithm, ServerRule
+from raysim.rules import Algorithm, NonNegativeInt, Positive, ServerRule
 
 
 @dataclass(frozen=True)
 class RFAServer(ServerRule):
     """x <- x - lr * geometric median of the updates, with the weights p_i of the clients."""
 
-    iterations: int = 3
+    iterations: NonNegativeInt = 3
     """Passes of the algorithm in a round. It starts at the mean."""
-    nu: float = 1e-6
+    nu: Positive = 1e-6
     """Smallest distance that counts."""
 
     @property

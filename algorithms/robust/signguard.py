@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import Algorithm, ServerRule
+from raysim.rules import Algorithm, NonNegative, ServerRule, Share
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class SignGuardServer(ServerRule):
 
     counts_equally = True
     uploads = {"delta": "per_client"}
-    lower: float = 0.1
+    lower: NonNegative = 0.1
     """Smallest norm, in units of the median norm."""
-    upper: float = 3.0
+    upper: NonNegative = 3.0
     """Largest norm, in units of the median norm."""
-    share: float = 0.1
+    share: Share = 0.1
     """Share of the coordinates whose signs are compared."""
 
     def check(self, problem):

@@ -7,6 +7,9 @@ Run: raysim run quickstart algorithm=trimmed_mean algorithm.beta=0.2
 """
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from raysim.algorithms.fedavg import FedAvgClient
 from raysim.rules import Algorithm, ServerRule
@@ -18,7 +21,7 @@ class TrimmedMeanServer(ServerRule):
 
     name = "trimmed_mean"
     counts_equally = True
-    beta: float = 0.1
+    beta: Annotated[float, Field(ge=0, lt=0.5)] = 0.1
     """Share of the clients that is left out at each end, below 0.5. Their number is rounded,
     but one or two values always remain."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
+from raysim.rules import Algorithm, ClientRule, NonNegative, Share
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class AFLClient(ClientRule):
 class AFLServer(FedAvgServer):
     """FedAvg with clients that are drawn by their loss."""
 
-    alpha1: float = 0.75
+    alpha1: Share = 0.75
     """Share of the clients with the smallest values that is left out."""
-    alpha2: float = 0.01
+    alpha2: NonNegative = 0.01
     """Factor of the value in the logarithm of the probability."""
-    alpha3: float = 0.1
+    alpha3: Share = 0.1
     """Share of the cohort that is drawn uniformly."""
 
     def select(self, state, pool, rng):

@@ -27,7 +27,17 @@ import numpy as np
 import torch
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule, Logged, task_loss
+from raysim.rules import (
+    Algorithm,
+    ClientRule,
+    Logged,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Share,
+    task_loss,
+)
 
 CUT_OFF = 0.95
 """Share of the utility of the last one by rank from which a client may be drawn."""
@@ -54,23 +64,23 @@ class OortServer(FedAvgServer):
 
     uploads = {"delta": "mean", "U": "sum"}
     logs = (Logged("preferred_duration", "T of Oort, in virtual time"),)
-    T: float = 1.0
+    T: Positive = 1.0
     """Preferred duration of a round at first, in virtual time."""
-    Delta: float = 1.0
+    Delta: NonNegative = 1.0
     """Step of the pacer: the increase of T."""
-    W: int = 20
+    W: PositiveInt = 20
     """Rounds whose utility the pacer compares with that of as many before."""
-    alpha: float = 2.0
+    alpha: NonNegative = 2.0
     """Exponent of the penalty of slower clients."""
-    epsilon: float = 0.9
+    epsilon: Share = 0.9
     """Share of the cohort that was never seen, in the first round."""
-    decay: float = 0.98
+    decay: Share = 0.98
     """Factor of `epsilon` from round to round."""
-    epsilon_min: float = 0.2
+    epsilon_min: Share = 0.2
     """Least share of the cohort that was never seen."""
-    clip: float = 0.95
+    clip: Share = 0.95
     """Share of the known clients whose utility is not cut off."""
-    blacklist: int = 0
+    blacklist: NonNegativeInt = 0
     """Rounds after which a client is no longer preferred; 0: never."""
 
     def init(self, x0, problem):

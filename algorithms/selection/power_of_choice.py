@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
-from raysim.rules import Algorithm
+from raysim.rules import Algorithm, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,8 @@ class PowerOfChoiceServer(FedAvgServer):
     """FedAvg with those of d candidates that had the largest loss."""
 
     name = "power_of_choice"
-    d: int = 20
+    d: PositiveInt = 20
     """Number of candidates; at least `schedule.cohort` are drawn."""
-
-    def check(self, problem):
-        if self.d < 1:
-            raise ValueError(f"d: is {self.d}; give a whole number from 1")
 
     def select(self, state, pool, rng):
         d = min(max(self.d, pool.size), len(pool.ids))

@@ -10,7 +10,7 @@ Run: raysim run quickstart algorithm=dp_ftrl algorithm.noise_multiplier=0.1
 from dataclasses import dataclass
 
 from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import Algorithm, ServerRule
+from raysim.rules import Algorithm, NonNegative, Positive, PositiveInt, ServerRule
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class DPFTRLServer(ServerRule):
 
     name = "dp_ftrl"
     counts_equally = True
-    clip: float = 1.0
+    clip: Positive = 1.0
     """Largest length of an update."""
-    noise_multiplier: float = 1.0
+    noise_multiplier: NonNegative = 1.0
     """Standard deviation of a node's noise, in units of `clip`."""
-    levels: int = 12
+    levels: PositiveInt = 12
     """Levels of the tree, for fewer than 2^levels rounds."""
 
     @property

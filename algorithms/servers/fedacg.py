@@ -8,15 +8,18 @@ Run: raysim run quickstart algorithm=fedacg
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from raysim.rules import Algorithm, ClientRule, ServerRule
+from pydantic import Field
+
+from raysim.rules import Algorithm, ClientRule, NonNegative, ServerRule
 
 
 @dataclass(frozen=True)
 class FedACGClient(ClientRule):
     """Local SGD that is pulled to its start, a point ahead of the global model."""
 
-    beta: float = 0.01
+    beta: NonNegative = 0.01
     """Strength of the pull."""
 
     def direction(self, shared, state, batch, task):
@@ -27,7 +30,7 @@ class FedACGClient(ClientRule):
 class FedACGServer(ServerRule):
     """Momentum of the updates, which clients receive before they train."""
 
-    lam: float = 0.85
+    lam: Annotated[float, Field(ge=0, lt=1)] = 0.85
     """Momentum."""
 
     def init(self, x0, problem):

@@ -12,7 +12,7 @@ Run: raysim run quickstart algorithm=fedexp
 from dataclasses import dataclass
 
 from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import Algorithm, Logged, ServerRule
+from raysim.rules import Algorithm, Logged, NonNegative, ServerRule
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class FedExPServer(ServerRule):
     """Mean of the updates with a step size from their spread."""
 
     logs = (Logged("eta", "factor by which FedExP extrapolates the mean update"),)
-    epsilon: float = 0.001
+    epsilon: NonNegative = 0.001
     """Keeps the step size from growing when updates vanish."""
 
     uploads = {"delta": "per_client"}

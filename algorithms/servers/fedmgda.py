@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import Algorithm, Logged, ServerRule
+from raysim.rules import Algorithm, Logged, ServerRule, Share
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class FedMGDAServer(ServerRule):
     counts_equally = True
     uploads = {"delta": "per_client"}
     logs = (Logged("mgda_failed", "1 if the solver failed, so that the weights are 1/K"),)
-    epsilon: float = 0.1
+    epsilon: Share = 0.1
     """Largest difference of a weight from 1/K."""
 
     def update(self, state, reports):

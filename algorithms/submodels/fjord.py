@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from raysim.algorithms.submodels.heterofl import HeteroFLServer
 from raysim.algorithms.submodels.widths import check_chain, places
-from raysim.rules import Algorithm, ClientRule
+from raysim.rules import Algorithm, ClientRule, PositiveInt
 from raysim.rules.contract import NoiseSpec
 
 
@@ -25,9 +25,9 @@ class FjordClient(ClientRule):
     """Local SGD with a width that is drawn for each step."""
 
     sends = ("delta", "has")
-    parts: int = 5
+    parts: PositiveInt = 5
     """Number of widths."""
-    largest: int = 5
+    largest: PositiveInt = 5
     """Largest width that the client trains, in units of 1/parts."""
 
     def check(self, problem):

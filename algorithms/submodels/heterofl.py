@@ -12,6 +12,9 @@ Run: raysim run methods/heterofl
 
 from dataclasses import dataclass
 from math import prod
+from typing import Annotated
+
+from pydantic import Field
 
 from raysim.algorithms.submodels.widths import check_chain, places
 from raysim.rules import Algorithm, ClientRule, ServerRule
@@ -22,7 +25,7 @@ class HeteroFLClient(ClientRule):
     """Local SGD of the first units of each hidden layer."""
 
     sends = ("delta", "has")
-    width: float = 1.0
+    width: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the units of each hidden layer that the client has."""
 
     def check(self, problem):

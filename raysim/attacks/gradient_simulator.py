@@ -193,8 +193,9 @@ class GradientSimulator:
             decayed,
         )
         self.clients = [observation.client for observation in seen]
-        self.sizes = [len(plan.clients.client(client)) for client in self.clients]
-        self.average = float(plan.clients.sizes.mean())
+        of_round = plan.clients.at(base)
+        self.sizes = [len(of_round.client(client)) for client in self.clients]
+        self.average = float(of_round.sizes.mean())
         updates = torch.stack([observation.uploads["delta"] for observation in seen])
         self.g = updates.to(device, plan.dtype) / lr
         self.y = torch.stack([observation.y for observation in seen]).to(device)

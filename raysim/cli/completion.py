@@ -23,6 +23,7 @@ PLACES = {
     "tasks": "task",
     "probes": "evaluate.probes",
     "partitions": "partition",
+    "phases": "partition.phases",
     "schedules": "schedule",
     "client_speeds": "schedule.client_speeds",
     "sampling": "schedule.sampling",

@@ -86,7 +86,10 @@ def _of_family(
         others = [row["family"] for row in rows if row["family"] not in ("", GENERAL)]
         return [row for row in rows if row["family"] in ("", GENERAL)], others
     if not families:
-        raise ConfigError("--family: is for lists of algorithms, clients and servers")
+        raise ConfigError(
+            "--family: is for lists of algorithms, clients and servers; `raysim list families` "
+            "prints the families"
+        )
     if family == "all":
         return rows, []
     if family not in families:

@@ -154,6 +154,13 @@ def _dry_run(plan: Plan, console: Terminal) -> None:
         f"{len(plan.clients)}, samples min {sizes.min()}, median {int(np.median(sizes))}, "
         f"max {sizes.max()}",
     )
+    for number, (start, lists) in enumerate(plan.clients.phases):
+        of_phase = lists.sizes
+        table.add_row(
+            f"phase {number}",
+            f"from round {start}, {np.count_nonzero(of_phase)} clients with samples, median "
+            f"{int(np.median(of_phase))}, max {of_phase.max()}",
+        )
     if held_out := len(plan.clients.validation):
         table.add_row("validation", f"{held_out} samples that no client has")
     table.add_row(

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from raysim.config.schema import SECTIONS_WITH_NAME, Config
 from raysim.config.sections.base import Section, named
+from raysim.config.sections.data import Split
 from raysim.config.sections.learning_rate import WarmupSchedule
 from raysim.config.sections.local import Local
 from raysim.config.sections.schedule import Clocked, Sync
@@ -21,6 +22,7 @@ from raysim.spelling import did_you_mean
 AnySection = TypeVar("AnySection", bound=Section)
 
 SECTIONS_IN: dict[str, type[Section]] = {
+    "phases": Split,
     "client_speeds": Clocked,
     "sampling": Sync,
     "optimizer": Local,

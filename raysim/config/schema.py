@@ -23,6 +23,7 @@ from raysim.config.sections.groups import Group
 from raysim.config.sections.learning_rate import OwnStepSizes
 from raysim.config.sections.local import Local
 from raysim.config.sections.optimizer import PLAIN_SGD
+from raysim.config.sections.phases import ClassTasks
 from raysim.config.sections.privacy import ClientPrivacy, ExamplePrivacy, Privacy
 from raysim.config.sections.schedule import PoissonSampling, Schedule, Sync
 from raysim.config.sections.storage import Checkpointing, ClientState, Tracking
@@ -30,6 +31,7 @@ from raysim.config.sections.storage import Checkpointing, ClientState, Tracking
 SECTIONS_WITH_NAME = (
     "data",
     "partition",
+    "phases",
     "task",
     "model",
     "algorithm",
@@ -169,6 +171,11 @@ class Config(Section):
     def samples_by_poisson(self) -> bool:
         """Whether cohorts are Poisson samples."""
         return isinstance(getattr(self.schedule, "sampling", None), PoissonSampling)
+
+    @property
+    def has_class_tasks(self) -> bool:
+        """Whether clients train on class-incremental tasks."""
+        return isinstance(self.partition.phases, ClassTasks)
 
     @property
     def held_out(self) -> float:

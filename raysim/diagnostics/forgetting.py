@@ -78,6 +78,12 @@ class ForgettingProbe(Probe):
                 "evaluate.forgetting: compares the clients of consecutive synchronous rounds; use "
                 "schedule.name=sync"
             )
+        if plan.clients.phases:
+            raise ConfigError(
+                "evaluate.forgetting: measures on examples that clients keep in all rounds; leave "
+                "partition.phases or evaluate.forgetting out (with classes as "
+                "phases, tasks/forgetting is logged)"
+            )
         if overridden(plan.server, ["select"]):
             raise ConfigError(
                 f"evaluate.forgetting: server rule '{plan.server.name}' selects the clients, and "
@@ -96,7 +102,7 @@ class ForgettingProbe(Probe):
         """Clients of the previous round, by the round in which their data is evaluated."""
         self.cohorts: deque[list[int]] = deque(maxlen=self.window)
         """Clients of the last rounds, oldest round first."""
-        before = schedule.make_schedule(run.plan.config, run.plan.clients.sizes)
+        before = schedule.make_schedule(run.plan.config, run.plan.clients.sizes_by_round)
         self.cohorts.extend(before.next_round(t).ids for t in range(run.rounds_done))
 
     def request(self, round: RoundCohort) -> dict[int, ForgettingRequest]:

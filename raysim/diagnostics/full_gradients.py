@@ -23,6 +23,7 @@ from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.data.partition.clients import Clients, VirtualClients
+from raysim.errors import ConfigError
 from raysim.models.flat import BoundModel, Model
 from raysim.numerics import norm, weighted_sum
 from raysim.randomness import generator
@@ -291,7 +292,15 @@ def compute_cost(
         model: the net.
         sample: number of clients to draw; None: all clients with data.
         passes: cost of one example, in forward passes.
+
+    Raises:
+        ConfigError: the clients' examples change over the rounds.
     """
+    if clients.phases:
+        raise ConfigError(
+            "partition.phases: gradients over all of a client's data need examples that stay the "
+            "same in all rounds; leave partition.phases out"
+        )
     r = config.resources
     ids = chosen_clients(clients.sizes, sample, config.seed)
     examples = int(clients.sizes[ids].sum())

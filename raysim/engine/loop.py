@@ -304,7 +304,7 @@ class Engine(Generic[ModelHandle]):
         if client_history is None:
             return schedule.next_round(t)
         assert isinstance(schedule, Synchronous)
-        pool = client_history.pool(schedule.available(), self.config.schedule.size, t)
+        pool = client_history.pool(schedule.available(t), self.config.schedule.size, t)
         return schedule.next_round(t, self._select(pool, generator(self.config.seed, "cohort", t)))
 
     def _select(self, pool: SelectionPool, rng: Generator) -> Selection:

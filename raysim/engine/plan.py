@@ -164,6 +164,18 @@ class Plan:
             check_same_outputs(model, self.outputs)
         return model
 
+    def state_dict(self, snapshot: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+        """Return a copy of the net's tensors by name, as `load_state_dict` takes them.
+
+        Args:
+            snapshot: the server's state, as `Server.snapshot` returned it.
+            x: the parameters, [P].
+        """
+        model = self.model()
+        if self.server.changes_frozen:
+            model.set_frozen(snapshot["state/frozen"])
+        return model.state_dict(x, snapshot["buffers"])
+
     @property
     def collusion(self) -> Collusion | None:
         """The clients that change their uploads together; None if there are none."""

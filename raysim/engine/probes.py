@@ -49,6 +49,9 @@ BUILT_IN_PROBES = {
 """The probe that each section of the configuration attaches. The keys of the section are the
 parameters of the probe."""
 
+CLASS_TASKS = "raysim.diagnostics.class_tasks:ClassTaskMetrics"
+"""The probe of runs with `partition.phases: classes`."""
+
 RESERVED_PROBE_NAMES = (*reserved_prefixes(), "record_updates", "test")
 """First parts of the names of other metrics, which a user's probe may not use."""
 
@@ -86,6 +89,8 @@ def attached(config: Config) -> tuple[Probe, ...]:
         section = operator.attrgetter(key)(config)
         if section is not None:
             probes.append(load_object(reference, key)(**dict(section)))
+    if config.has_class_tasks:
+        probes.append(load_object(CLASS_TASKS, "partition.phases")())
     taken = set(RESERVED_PROBE_NAMES)
     for key, named in config.evaluate.named_probes().items():
         probe = _user_probe(key, named)

@@ -144,8 +144,8 @@ def make_trainer(plan: Plan, device: str) -> GroupTrainer:
 
 def _kept_examples(
     lists: ExampleLists | None, examples: Callable[[], Examples], batch_size: int
-) -> Callable[[int], LocalData] | None:
-    """Return a function that returns a client's test or validation examples; None without any.
+) -> Callable[[int, int], LocalData] | None:
+    """Return a function of client and round that returns test or validation examples, or None.
 
     Args:
         lists: positions of each client's examples; None: clients have none.
@@ -155,14 +155,14 @@ def _kept_examples(
     if lists is None:
         return None
 
-    def of_client(client: int) -> LocalData:
-        positions = lists.client(client)
+    def of_client(client: int, t: int) -> LocalData:
+        positions = lists.at(t).client(client)
 
         def batches(augment: bool = False) -> Iterator[Batch]:
             for start in range(0, len(positions), batch_size):
                 yield Batch(*examples().batch(positions[start : start + batch_size]))
 
-        return LocalData(len(positions), float(lists.sizes.mean()), batches)
+        return LocalData(len(positions), float(lists.at(t).sizes.mean()), batches)
 
     return of_client
 
@@ -191,12 +191,12 @@ def make_client_evaluator(
     clients, asked = plan.clients, plan.config.evaluate.clients
     if asked is None or isinstance(clients, VirtualClients):
         return None
-    training = clients.all_examples()
+    training = clients.all_examples().after_rounds()
     first = trainer.trainers[0]
     examples = first.parts.examples
     tuner = None
     if asked.fine_tune is not None:
-        tuned = Clients(training.indices, training.offsets)
+        tuned = Clients(training.indices, training.offsets, phases=training.phases)
         config = _fine_tuning(plan.config, asked.fine_tune)
         kind = LaneTrainer if plan.mode == "lanes" else LoopTrainer
         model = first.model.with_precision("float32")
@@ -210,9 +210,10 @@ def make_client_evaluator(
     if clients.test_half == "test":
         examples = test_half()
     size = plan.config.evaluate.batch_size
-    return ClientEvaluator(
-        trainer, clients.test, examples, clients.val, training, size, plan.metrics, tuner
-    )
+    test, val = clients.test, clients.val
+    test = test and test.after_rounds()
+    val = val and val.after_rounds()
+    return ClientEvaluator(trainer, test, examples, val, training, size, plan.metrics, tuner)
 
 
 def _fine_tuning(config: Config, asked: FineTune) -> Config:
@@ -256,7 +257,8 @@ def _update_steps(plan: Plan, x0: Tensor, device: str) -> list[UpdateStep]:
         steps.append(plan.collusion)
     public = learning.make_public_data(plan.dataset, plan.dtype, device, [plan.server])
     if public is not None or plan.server.needs_task:
-        steps.append(TrainingProblem(ServerTask(config, plan.model(device), x0, public)))
+        task = ServerTask(config, plan.model(device), x0, public)
+        steps.append(TrainingProblem(task, plan.server.changes_frozen))
     if plan.personal.mask is not None:
         steps.append(PersonalParameters(plan.personal.mask.to(device)))
     return steps

@@ -64,12 +64,14 @@ def make_cohort(plan: Plan, scheduled: ScheduledRound) -> RoundCohort:
             negative and not all of them 0.
     """
     rule = plan.server
-    sizes = plan.clients.sizes[scheduled.ids].tolist()
+    bases = [arrival.base for arrival in scheduled.arrivals]
+    sizes_at = plan.clients.sizes_by_round.at
+    sizes = [int(sizes_at(t)[i]) for i, t in zip(scheduled.ids, bases, strict=True)]
     steps = [plan.local_steps(plan.local(i), n) for i, n in zip(scheduled.ids, sizes, strict=True)]
     cohort = RoundCohort(
         scheduled.t,
         scheduled.ids,
-        [arrival.base for arrival in scheduled.arrivals],
+        bases,
         [],
         sizes,
         steps,
@@ -115,13 +117,15 @@ def make_tasks(
     # A share is times N, so that it is about 1; the server divides the differences by N.
     by_samples = plan.server.weights == "samples"
     n_clients = plan.problem.n_nonempty
-    all_samples = int(plan.clients.sizes.sum()) if by_samples else 0
+    sizes_at = plan.clients.sizes_by_round.at
     tasks = []
     for i, is_chosen in enumerate([True] * len(cohort.ids) if which is None else which):
         if not is_chosen:
             continue
         client = cohort.ids[i]
-        share = cohort.samples[i] * n_clients / all_samples if by_samples else 1.0
+        share = 1.0
+        if by_samples:
+            share = cohort.samples[i] * n_clients / int(sizes_at(cohort.bases[i]).sum())
         tasks.append(
             ClientTask(
                 client,

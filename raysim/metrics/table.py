@@ -17,6 +17,7 @@ NODES = "every round, on more than one node"
 CANDIDATES = "every round, server rules with `candidates`"
 THEORY = "evaluate.theory"
 FORGETTING = "evaluate.forgetting"
+CLASS_TASKS = "where the model is evaluated, partition.phases: classes"
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,22 @@ METRICS = (
         "accuracy/class_{c}",
         "share",
         "accuracy on the test examples of class c",
-        "evaluate.per_class",
+        "evaluate.per_class, partition.phases: classes",
+    ),
+    Metric(
+        "tasks/accuracy",
+        "share",
+        "mean accuracy over the tasks so far",
+        CLASS_TASKS,
+        larger_is_better=True,
+    ),
+    Metric("tasks/accuracy_{task}", "share", "accuracy on the classes of a task", CLASS_TASKS),
+    Metric(
+        "tasks/forgetting",
+        "share",
+        "mean over earlier tasks of the best accuracy before minus the present one",
+        CLASS_TASKS,
+        larger_is_better=False,
     ),
     Metric("val/accuracy", "share", "accuracy on the held-out examples", "partition.val_fraction"),
     Metric(

@@ -117,6 +117,8 @@ class Model:
             raise ConfigError("model: the net has no trainable parameters")
         self.classifier = classifier_of(self.module, classes)
         """The last linear layer with one output per class."""
+        self._frozen_values: list[Tensor] = []
+        """What `set_frozen` has set last; one list for all precisions, which share the net."""
         self.frozen_statistics = False
         """True if normalisation layers use their running statistics in all modes."""
         size_below_classifier = 0
@@ -259,6 +261,25 @@ class Model:
     def _trained(self) -> list[nn.Parameter]:
         """Return the parameters that are trained, each once, in the order of the flat vector."""
         return [p for p in self.module.parameters() if p.requires_grad]
+
+    @property
+    def frozen(self) -> dict[str, nn.Parameter]:
+        """The parameters that are not trained, by their names in the container."""
+        return {n: p for n, p in self.module.named_parameters() if not p.requires_grad}
+
+    def set_frozen(self, values: Tensor) -> None:
+        """Set the parameters that are not trained, in all copies of the net.
+
+        Args:
+            values: [F], all of them in the order of `frozen`.
+        """
+        if self._frozen_values and self._frozen_values[0] is values:
+            return
+        parameters = list(self.frozen.values())
+        parts = values.split([p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.data.copy_(part.view_as(parameter))
+        self._frozen_values[:] = [values]
 
     def views(self, w: Tensor) -> dict[str, Tensor]:
         """Return the tensors inside a flat vector `w` [P], by their names in the container.

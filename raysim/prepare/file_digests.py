@@ -240,7 +240,7 @@ def check_file_digests(
 
 def _changed_file(key: str, name: str, before: str | None, now: str | None) -> ConfigError:
     """Return the error for a file or a distribution that has changed."""
-    sections = (*SECTIONS_WITH_CODE, "data", "partition")
+    sections = (*SECTIONS_WITH_CODE, "data", "partition", "partition.phases")
     is_groups_rule = key.startswith("groups.") and not key.endswith(".file")
     is_code = is_groups_rule or key in sections or key.startswith(PARTS_WITH_CODE)
     place = f"{key}.name" if is_code else key
@@ -277,6 +277,8 @@ def _names(config: Config) -> Iterator[tuple[str, str]]:
     if isinstance(config.data, OwnData):
         yield "data", config.data.name
     yield "partition", config.partition.name
+    if config.partition.phases is not None:
+        yield "partition.phases", config.partition.phases.name
     for key, step_sizes in config.own_step_sizes().items():
         yield key, step_sizes.name
     if isinstance(config.schedule, Sync):

@@ -48,6 +48,13 @@ def choose_batching(
     batching = config.batching
     asked = batching.mode
     mode: TrainingMode = "lanes" if config.resources.gpus > 0 else "loop"
+    if server.changes_frozen:
+        if asked == "lanes":
+            raise ConfigError(
+                f"batching.mode: server rule '{server.name}' changes frozen parameters, which "
+                "lanes share; use batching.mode=loop"
+            )
+        mode = "loop"
     if asked in ("auto", "pooled"):
         reason = why_not_pooled(config, client, server, model, probed)
         if reason is None:

@@ -62,6 +62,11 @@ def check_privacy(config: Config, client: ClientRule, server: ServerRule, model:
     if config.client_privacy is not None:
         _check_client_privacy(config, config.client_privacy, server)
         return
+    if config.partition.phases is not None:
+        raise ConfigError(
+            "privacy.unit: 'example' counts the uses of examples that clients keep in all rounds; "
+            "leave partition.phases out, or use privacy.unit=client"
+        )
     if not client.supports_dp:
         raise ConfigError(
             f"privacy: client rule '{client.name}' computes gradients that DP-SGD does not "

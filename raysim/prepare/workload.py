@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raysim import schedule
 from raysim.config.schema import Config
@@ -141,6 +141,8 @@ def build_problem(
         size=model.size,
         segments=model.segments,
         shapes=tuple(model.shapes),
+        names=tuple(name.removeprefix("0.") for name in model.names),
+        frozen=frozen_parameters(rules.server, model),
         n_nonempty=clients.n_nonempty,
         model=config.model.name,
         levels=model.levels,
@@ -158,14 +160,41 @@ def build_problem(
     return workload
 
 
+def frozen_parameters(server: ServerRule, model: Model) -> dict[str, Tensor]:
+    """Return the net's frozen parameters by name; {} for a rule that does not change them.
+
+    Args:
+        server: the server rule.
+        model: the net.
+
+    Raises:
+        ConfigError: the rule changes them, and there are none or it does not broadcast them.
+    """
+    if not server.changes_frozen:
+        return {}
+    if "frozen" not in server.provides:
+        raise ConfigError(
+            f"server: rule '{server.name}' changes frozen parameters; give its class "
+            'provides = ("x", "frozen")'
+        )
+    if not model.frozen:
+        raise ConfigError(
+            f"model: server rule '{server.name}' changes frozen parameters, and model "
+            f"'{model.name}' has none; freeze some by model.freeze or requires_grad_(False)"
+        )
+    return {name.removeprefix("0."): p.detach().clone() for name, p in model.frozen.items()}
+
+
 def _check_schedule(config: Config, clients: Clients | VirtualClients) -> None:
     """Check that the schedule fits the partition."""
     checks.check_cohort(config.schedule, len(clients))
     checks.check_cohort(config.schedule, clients.n_training, "evaluate.clients.held_out leaves")
     if isinstance(config.schedule, InFlight):
-        checks.check_cohort(config.schedule, clients.n_nonempty, "there is data for")
+        sizes = clients.sizes_by_round.phases
+        n_with_data = min(int(np.count_nonzero(of_phase)) for of_phase in sizes)
+        checks.check_cohort(config.schedule, n_with_data, "there is data for")
     # Building the schedule validates it, including the trace file that it may name.
-    rounds = schedule.make_schedule(config, clients.sizes)
+    rounds = schedule.make_schedule(config, clients.sizes_by_round)
     if isinstance(config.schedule, Sync) and isinstance(config.schedule.sampling, OwnSampling):
         assert isinstance(rounds, schedule.Synchronous)
         try:

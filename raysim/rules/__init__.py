@@ -3,7 +3,16 @@
 A method's file imports from here, from `raysim.numerics` and from other methods' files only.
 """
 
-from raysim.config.sections.base import Positive, PositiveScheduled, Scheduled, UnitScheduled
+from raysim.config.sections.base import (
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    PositiveScheduled,
+    Scheduled,
+    Share,
+    UnitScheduled,
+)
 from raysim.rules.batch import Batch
 from raysim.rules.client_sampling import ClientPool, ClientSampling, SelectionPool
 from raysim.rules.contract import (
@@ -42,8 +51,11 @@ __all__ = [
     "Net",
     "NextToken",
     "NoiseSpec",
+    "NonNegative",
+    "NonNegativeInt",
     "PassMode",
     "Positive",
+    "PositiveInt",
     "PositiveScheduled",
     "Problem",
     "PublicData",
@@ -53,6 +65,7 @@ __all__ = [
     "Scheduled",
     "SelectionPool",
     "ServerRule",
+    "Share",
     "State",
     "Task",
     "TaskData",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Self
 
 from numpy.random import Generator
@@ -36,6 +37,10 @@ class Problem:
     """Lengths of the named tensors in the order of the flat vector; their sum is P."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Shapes of the named tensors."""
+    names: tuple[str, ...] = ()
+    """Names of these tensors in the net."""
+    frozen: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    """The net's frozen parameters by name, for a server rule with `changes_frozen`; else {}."""
     n_nonempty: int = 0
     """N, the clients that have training examples."""
     model: str = ""

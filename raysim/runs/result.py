@@ -314,7 +314,7 @@ def load(run: str | Path, *, tracking_uri: str | None = None, **objects: Any) ->
             plan = prepare(folder / "config.yaml")
         except ObjectMissing as error:
             raise _not_loaded(error) from None
-        named = plan.model().state_dict(x, saved.server["buffers"])
+        named = plan.state_dict(saved.server, x)
         stopped = f"stopped after round {saved.facts['round']} of {config.rounds}"
     seconds = sum(record.get("system/round_seconds", 0.0) for record in history)
     return RunResult(

@@ -328,7 +328,7 @@ class _OpenRun:
         """Return the run's result; write the parameters if all rounds are completed."""
         plan = self.plan
         x = evaluated_params(engine.final)
-        named = plan.model().state_dict(x, engine.final["buffers"])
+        named = plan.state_dict(engine.final, x)
         # The parameter file marks a finished run. A stopped run has them in its checkpoint.
         if not engine.stopped:
             write_parameters(plan, named, self.run_dir)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.config.sections.schedule import InFlight
+from raysim.data.partition.clients import SizesByRound
 from raysim.schedule.asynchronous import Asynchronous
 from raysim.schedule.scheduled_round import (
     Arrival,
@@ -50,12 +51,12 @@ __all__ = [
 ]
 
 
-def make_schedule(config: Config, sizes: np.ndarray) -> RoundSchedule:
+def make_schedule(config: Config, sizes: np.ndarray | SizesByRound) -> RoundSchedule:
     """Return the configured schedule at virtual time 0.
 
     Args:
         config: the configuration of the run.
-        sizes: number of examples of each client, [N].
+        sizes: number of examples of each client, [N], or these by round.
 
     Raises:
         ConfigError: a trace of client times is unreadable or incomplete.
@@ -66,13 +67,16 @@ def make_schedule(config: Config, sizes: np.ndarray) -> RoundSchedule:
 
 
 def clock_before(
-    config: Config, sizes: np.ndarray, known: Sequence[tuple[int, dict[str, Tensor]]], t: int
+    config: Config,
+    sizes: np.ndarray | SizesByRound,
+    known: Sequence[tuple[int, dict[str, Tensor]]],
+    t: int,
 ) -> dict[str, Tensor]:
     """Return the packed schedule as it is before round `t` is scheduled.
 
     Args:
         config: the configuration of the run.
-        sizes: [N], examples of each client.
+        sizes: number of examples of each client, [N], or these by round.
         known: packed schedules before some rounds, each with its round; ascending, at least one
             of them not later than `t`.
         t: number of the round, from 0.
@@ -87,12 +91,12 @@ def clock_before(
     return schedule.pack()
 
 
-def preview(config: Config, sizes: np.ndarray, rounds: int) -> list[ScheduledRound]:
+def preview(config: Config, sizes: np.ndarray | SizesByRound, rounds: int) -> list[ScheduledRound]:
     """Return the first rounds, fewer if the schedule is exhausted; [] if all rounds look alike.
 
     Args:
         config: the configuration of the run.
-        sizes: [N], examples of each client.
+        sizes: number of examples of each client, [N], or these by round.
         rounds: the largest number of rounds to return.
     """
     schedule = make_schedule(config, sizes)

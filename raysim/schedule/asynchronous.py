@@ -33,6 +33,7 @@ from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.config.sections.schedule import InFlight
+from raysim.data.partition.clients import SizesByRound
 from raysim.errors import round_name
 from raysim.randomness import KeyedStream
 from raysim.schedule.client_times import ClientTimes
@@ -68,16 +69,19 @@ class Asynchronous:
 
     Args:
         config: the configuration of the run.
-        sizes: [N], number of examples of each client; clients without examples never start.
+        sizes: [N], number of examples of each client, or these by round; clients without examples
+            do not start.
 
     Attributes:
         now: the virtual time.
     """
 
-    def __init__(self, config: Config, sizes: np.ndarray):
+    def __init__(self, config: Config, sizes: np.ndarray | SizesByRound):
         schedule = config.schedule
         assert isinstance(schedule, InFlight)
-        with_data = [int(client) for client in np.flatnonzero(sizes > 0)]
+        self._sizes = SizesByRound.of(sizes)
+        largest = self._sizes.largest
+        with_data = [int(client) for client in np.flatnonzero(largest > 0)]
         self.now = 0.0
         self._version = 0
         self._arrivals_per_round = schedule.size
@@ -89,7 +93,7 @@ class Asynchronous:
         self._uniforms_used = 0
         self._events: list[Event] = []
         self._events_added = 0
-        self._tasks_started = np.zeros(len(sizes), dtype=np.int64)
+        self._tasks_started = np.zeros(len(largest), dtype=np.int64)
         self._in_flight = 0
         self._bases_in_flight: Counter[int] = Counter()
         self._arrived: list[Arrival] = []
@@ -194,21 +198,30 @@ class Asynchronous:
 
     def _start_waiting_clients(self) -> None:
         """Give free places to waiting clients."""
-        while self._waiting:
+        while ready := self._with_data():
             free = self._places - self._in_flight
             if self._arrived_keep_places:
                 free -= len(self._arrived)
             if free <= 0:
                 return
-            if len(self._waiting) <= free:
-                starting = self._waiting
-                self._waiting = []
-                for client in starting:
+            if len(ready) <= free:
+                starting = set(ready)
+                self._waiting = [client for client in self._waiting if client not in starting]
+                for client in ready:
                     self._start_task(client)
             else:
                 u = self._uniforms.number(self._uniforms_used)
                 self._uniforms_used += 1
-                self._start_task(self._waiting.pop(int(u * len(self._waiting))))
+                client = ready[int(u * len(ready))]
+                self._waiting.remove(client)
+                self._start_task(client)
+
+    def _with_data(self) -> list[int]:
+        """Return the waiting clients that have examples in the round of the newest version."""
+        if len(self._sizes.phases) == 1:
+            return self._waiting
+        sizes = self._sizes.at(self._version)
+        return [client for client in self._waiting if sizes[client] > 0]
 
     def _start_task(self, client: int) -> None:
         """Send the newest version to a client, unless its window closed while it waited."""
@@ -216,7 +229,9 @@ class Asynchronous:
         if available_from > self.now:
             self._return_at(client, available_from)
             return
-        finish = self.now + self._times.duration(client, int(self._tasks_started[client]))
+        finish = self.now + self._times.duration(
+            client, int(self._tasks_started[client]), self._version
+        )
         self._tasks_started[client] += 1
         self._in_flight += 1
         self._bases_in_flight[self._version] += 1

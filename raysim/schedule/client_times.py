@@ -26,6 +26,7 @@ from raysim.config.sections.schedule import (
     TwoSpeed,
     UniformArrival,
 )
+from raysim.data.partition.clients import SizesByRound
 from raysim.data.partition.groups import batch_sizes_of, by_group, group_members, local_of_groups
 from raysim.errors import ConfigError
 from raysim.randomness import KeyedStream, generator
@@ -41,19 +42,21 @@ class ClientTimes:
 
     Args:
         config: the run's configuration.
-        sizes: number of examples of each client, [N].
+        sizes: number of examples of each client, [N], or these by round.
 
     Attributes:
-        mean: mean virtual duration of each client's tasks, float64 [N].
+        mean: mean virtual duration of each client's tasks in round 0, float64 [N].
         are_constant: whether every task takes one unit of virtual time.
 
     Raises:
         ConfigError: a trace is unreadable or incomplete; the message names the line.
     """
 
-    def __init__(self, config: Config, sizes: np.ndarray):
+    def __init__(self, config: Config, sizes: np.ndarray | SizesByRound):
         speeds = config.schedule.client_speeds
-        self.mean = _mean_durations(config, sizes)
+        self._sizes = SizesByRound.of(sizes)
+        self._means = [_mean_durations(config, of_phase) for of_phase in self._sizes.phases]
+        self.mean = self._means[0]
         self.are_constant = isinstance(speeds, Constant)
         self._is_exponential = isinstance(speeds, UniformArrival)
         self._jitter = float(getattr(speeds, "jitter", 0.0))
@@ -63,7 +66,7 @@ class ClientTimes:
         self._factors = KeyedStream(config.seed, "speed", draw)
         self._windows = config.schedule.availability
         if self._windows is not None:
-            uniforms = generator(config.seed, "windows").random(len(sizes))
+            uniforms = generator(config.seed, "windows").random(len(self.mean))
             self._offset = uniforms * self._windows.period
 
     @property
@@ -71,15 +74,16 @@ class ClientTimes:
         """Whether clients are available only in windows."""
         return self._windows is not None
 
-    def duration(self, client: int, k: int) -> float:
+    def duration(self, client: int, k: int, t: int = 0) -> float:
         """Return the virtual duration of the `k`-th task of `client`.
 
         Args:
             client: number of the client.
             k: number of the task among those of the client, from 0; in a synchronous run that of
                 the round.
+            t: the round, or the version that the client received.
         """
-        mean = float(self.mean[client])
+        mean = float(self._means[self._sizes.phase(t)][client])
         if self._is_exponential:
             return mean * self._factors.number(k, client)
         if self._jitter:

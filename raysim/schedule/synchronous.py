@@ -10,6 +10,7 @@ from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.config.sections.schedule import Sync, UniformSampling
+from raysim.data.partition.clients import SizesByRound
 from raysim.data.partition.kept_out import held_out_clients
 from raysim.randomness import generator
 from raysim.rules.client_sampling import ClientPool
@@ -36,23 +37,24 @@ class Synchronous:
 
     Args:
         config: the run's configuration.
-        sizes: number of examples of each client, [N].
+        sizes: number of examples of each client, [N], or these by round.
 
     Attributes:
         now: the virtual time.
     """
 
-    def __init__(self, config: Config, sizes: np.ndarray):
+    def __init__(self, config: Config, sizes: np.ndarray | SizesByRound):
         assert isinstance(config.schedule, Sync)
         self.now = 0.0
         self._seed = config.seed
-        held_out = held_out_clients(len(sizes), config.held_out, config.seed)
-        self._pool = np.delete(np.arange(len(sizes)), held_out)
+        self._sizes = SizesByRound.of(sizes)
+        n_clients = len(self._sizes.at(0))
+        held_out = held_out_clients(n_clients, config.held_out, config.seed)
+        self._pool = np.delete(np.arange(n_clients), held_out)
         self._sampler = make_sampler(config.schedule, len(self._pool))
         is_uniform = isinstance(config.schedule.sampling, UniformSampling)
         self._samples_again = is_uniform and config.client_privacy is None
-        self._sizes = sizes
-        self._everybody = ClientPool(self._pool, sizes[self._pool])
+        self._everybody = [ClientPool(self._pool, of[self._pool]) for of in self._sizes.phases]
         self._times = ClientTimes(config, sizes)
         self._stragglers = Stragglers(config)
         self._away_until: dict[int, float] = {}
@@ -84,7 +86,7 @@ class Synchronous:
         arrivals = []
         fates: Counter[Fate] = Counter()
         for client, draws in Counter(selection.clients).items():
-            duration = self._times.duration(client, t)
+            duration = self._times.duration(client, t, t)
             finish = start + duration
             fate = self._stragglers.fate(client, t, duration=duration)
             fates[fate] += 1
@@ -117,39 +119,41 @@ class Synchronous:
         Raises:
             ScheduleExhausted: all clients have dropped out for good.
         """
-        pool = self.available()
+        pool, sizes = self.available(t), self._sizes.at(t)
         sampled = self._sampler(pool, t, generator(self._seed, "cohort", t))
-        if self._samples_again and not self._sizes[sampled].any():
+        if self._samples_again and not sizes[sampled].any():
             ids = pool.ids[pool.samples > 0]
-            with_data = ClientPool(ids, self._sizes[ids])
+            with_data = ClientPool(ids, sizes[ids])
             sampled = self._sampler(with_data, t, generator(self._seed, "cohort", t))
-        return Selection([client for client in sampled if self._sizes[client] > 0])
+        return Selection([client for client in sampled if sizes[client] > 0])
 
-    def available(self) -> ClientPool:
-        """Return the clients from which the next round is sampled or selected.
+    def available(self, t: int) -> ClientPool:
+        """Return the clients from which round `t` is sampled or selected.
 
         The clock moves until one of them has data.
+
+        Args:
+            t: number of the round, from 0.
 
         Raises:
             ScheduleExhausted: all clients have dropped out for good.
         """
         if not self._some_may_be_away:
-            return self._everybody
-        ids = np.array(self._wait_for_available_clients())
-        return ClientPool(ids, self._sizes[ids])
+            return self._everybody[self._sizes.phase(t)]
+        sizes = self._sizes.at(t)
+        ids = np.array(self._wait_for_available_clients(sizes))
+        return ClientPool(ids, sizes[ids])
 
-    def _wait_for_available_clients(self) -> list[int]:
+    def _wait_for_available_clients(self, sizes: np.ndarray) -> list[int]:
         """Return the clients that are available; move the clock until one of them has data."""
         self._away_until = {
             client: until for client, until in self._away_until.items() if until > self.now
         }
         available_from = [
             self._times.available_from(client, max(self.now, self._away_until.get(client, 0.0)))
-            for client in range(len(self._sizes))
+            for client in range(len(sizes))
         ]
-        with_data = [
-            time for time, size in zip(available_from, self._sizes, strict=True) if size > 0
-        ]
+        with_data = [time for time, size in zip(available_from, sizes, strict=True) if size > 0]
         earliest = min(with_data)
         if earliest == np.inf:
             raise ScheduleExhausted(

@@ -85,14 +85,21 @@ class TrainingProblem(UpdateStep):
 
     Args:
         task: the training problem.
+        changes_frozen: whether the rule changes frozen parameters of the net.
     """
 
-    def __init__(self, task: ServerTask):
+    def __init__(self, task: ServerTask, changes_frozen: bool):
         self._task = task
+        self._changes_frozen = changes_frozen
 
     def before(self, reports: Reports, model: Broadcast) -> dict[str, float]:
         """Let the rule make its task at the present model; see `UpdateStep.before`."""
-        reports.make_task = lambda: self._task.at_round(
-            reports.round, model.shared["x"], model.buffers
-        )
+        frozen = model.shared["frozen"] if self._changes_frozen else None
+
+        def make_task() -> ServerTask:
+            if frozen is not None:
+                self._task.model.set_frozen(frozen)
+            return self._task.at_round(reports.round, model.shared["x"], model.buffers)
+
+        reports.make_task = make_task
         return {}

@@ -91,19 +91,22 @@ class ClientEvaluator:
         Returns:
             The metrics of each client, or its error.
         """
+        parts = self.trainer.trainers[0].parts
         evaluations = []
         own_models: dict[int, State] = {}
         predictions: dict[int, Predict | None] = {}
         for task in block.tasks:
             result = ClientEvaluation(
                 task.client,
-                _n_examples(self.tests, task.client),
-                _n_examples(self.val, task.client),
+                _n_examples(self.tests, task),
+                _n_examples(self.val, task),
             )
+            if parts.server.changes_frozen:
+                parts.model.set_frozen(broadcasts[task.base].shared["frozen"])
             try:
                 predict = predictions[task.client] = self._prediction(broadcasts[task.base], task)
                 w, buffers = self._model(broadcasts[task.base], task)
-                result.metrics = self._measure(task.client, w, buffers, predict)
+                result.metrics = self._measure(task, w, buffers, predict)
                 if self.tuner is not None and self.has_own_models:
                     own_models[task.client] = {PARAMETERS_KEY: w, STATISTICS_KEY: buffers}
                     # Tensors that a rule returns may be those of the trainer, which the next client
@@ -152,7 +155,7 @@ class ClientEvaluator:
                 continue
             try:
                 result.fine_tuned = self._measure(
-                    result.client,
+                    update.task,
                     update.local_params,
                     update.report["buffers"],
                     predictions[result.client],
@@ -166,7 +169,7 @@ class ClientEvaluator:
         if not self.has_own_models:
             return broadcast.global_params, broadcast.buffers
         trainer = self.trainer.of_client(task.client)
-        return own_model(trainer, broadcast, task, self.training.client(task.client))
+        return own_model(trainer, broadcast, task, self.training.at(task.base).client(task.client))
 
     def _prediction(self, broadcast: Broadcast, task: ClientTask) -> Predict | None:
         """Return the client's own way from a forward pass to outputs; None for the net's."""
@@ -174,7 +177,7 @@ class ClientEvaluator:
         rule = trainer.rule.at(task.base)
         if not overridden(rule, ["predict"]):
             return None
-        mine = self.training.client(task.client)
+        mine = self.training.at(task.base).client(task.client)
         received = trainer.start.receive(trainer.task, rule, broadcast, task, mine)
         shared, client_state = received.broadcast.shared, received.client_state
 
@@ -187,7 +190,7 @@ class ClientEvaluator:
 
     @torch.no_grad()
     def _measure(
-        self, client: int, w: Tensor, buffers: Tensor, predict: Predict | None
+        self, task: ClientTask, w: Tensor, buffers: Tensor, predict: Predict | None
     ) -> dict[str, float]:
         """Return the metrics of a model on the test and validation examples of a client."""
         self.net.w.copy_(w)
@@ -196,7 +199,7 @@ class ClientEvaluator:
             ("", self.tests, self.examples),
             (VALIDATION, self.val, self.training_half),
         ):
-            positions = () if lists is None else lists.client(client)
+            positions = () if lists is None else lists.at(task.base).client(task.client)
             if not len(positions):
                 continue
             values = measure(
@@ -213,9 +216,9 @@ class ClientEvaluator:
         return metrics
 
 
-def _n_examples(lists: ExampleLists | VirtualClients | None, client: int) -> int:
-    """Return how many examples a client has in lists of examples."""
-    return 0 if lists is None else len(lists.client(client))
+def _n_examples(lists: ExampleLists | VirtualClients | None, task: ClientTask) -> int:
+    """Return how many examples a client has in lists of examples, in the round of its version."""
+    return 0 if lists is None else len(lists.at(task.base).client(task.client))
 
 
 def own_model(

@@ -101,8 +101,9 @@ class ClientStart:
         self.personal = personal
         self.settings = settings
         self.client_batches = client_batches
-        self.average = float(parts.clients.sizes.sum() / parts.clients.n_nonempty)
-        """Mean number of examples of the clients that have any."""
+        self.sizes = parts.clients.sizes_by_round
+        self.averages = [float(of.sum() / np.count_nonzero(of)) for of in self.sizes.phases]
+        """Mean number of examples of the clients that have any, in each phase."""
 
     def prepare(
         self, task: LoopTask, rule: ClientRule, broadcast: Broadcast, client_task: ClientTask
@@ -121,7 +122,7 @@ class ClientStart:
         Raises:
             ContractError: the rule returns something that its contract forbids.
         """
-        mine = self.parts.clients.client(client_task.client)
+        mine = self.parts.clients.at(client_task.base).client(client_task.client)
         received = self.receive(task, rule, broadcast, client_task, mine)
         shared = received.broadcast.shared
         state = rule.init(shared, received.client_state, received.data, task)
@@ -174,14 +175,16 @@ class ClientStart:
         tests, vals = self.parts.tests, self.parts.vals
         data = LocalData(
             len(mine),
-            self.average,
+            self.averages[self.sizes.phase(t)],
             lambda augment=False: self.client_batches.whole(mine, client_task if augment else None),
-            tests and partial(tests, client),
-            vals and partial(vals, client),
+            tests and partial(tests, client, t),
+            vals and partial(vals, client, t),
         )
         broadcast = self.personal.received(
             self.sent_to(broadcast, client), client_task.client_state
         )
+        if self.parts.server.changes_frozen:
+            self.parts.model.set_frozen(broadcast.shared["frozen"])
         w, buffers = broadcast.global_params, broadcast.buffers
         n_updates = local.n_updates(client_task.steps)
         task.start(

@@ -54,10 +54,10 @@ class WorkerParts:
     """The personal parts of the model; None: those of configuration and rule."""
     public: PublicData | None = None
     """The public examples, if a client rule needs them."""
-    tests: Callable[[int], LocalData] | None = None
-    """Returns the test examples of a client; None if clients have none."""
-    vals: Callable[[int], LocalData] | None = None
-    """Returns the validation examples of a client; None if clients have none."""
+    tests: Callable[[int, int], LocalData] | None = None
+    """Returns the test examples of a client in a round; None if clients have none."""
+    vals: Callable[[int, int], LocalData] | None = None
+    """Returns the validation examples of a client in a round; None if clients have none."""
     measures: Mapping[str, Callable[..., dict[str, Any]]] = field(default_factory=dict)
     """Functions of probes that measure a client, by the name of the probe; see `Measure`."""
     all_per_client: bool = False

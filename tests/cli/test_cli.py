@@ -286,6 +286,16 @@ def test_algorithms_of_families_are_listed_by_family(raysim_):
         assert raysim_("list", listing, "--family", family).code == 2
 
 
+def test_list_prints_the_families_with_their_numbers_of_methods(raysim_):
+    rows = {row["name"]: row for row in raysim_("list", "families", "--json").last}
+    algorithms = Path(raysim.__file__).parent / "algorithms"
+    folders = {file.parent.name for file in algorithms.glob("*/__init__.py")}
+    assert set(rows) == folders
+    for name in ("robust", "attackers"):
+        methods = raysim_("list", "clients", "--family", name, "--json").last
+        assert rows[name]["clients"] == str(len(methods))
+
+
 def test_a_rule_of_no_algorithm_is_set_in_groups(raysim_):
     assert "client={name: fedprox}" in raysim_("list", "clients", "fedprox").out
     attacker = raysim_("list", "clients", "label_flip").out

@@ -250,10 +250,10 @@ def test_a_full_gradient_is_the_mean_over_all_examples(base, engine, ragged):
             update={"local": plan.config.local.model_copy(update={"batch_size": size})}
         )
         data = LocalData(
-            len(mine), trainer.start.average, lambda: trainer.client_batches.whole(mine)
+            len(mine), trainer.start.averages[0], lambda: trainer.client_batches.whole(mine)
         )
         sizes = [len(batch.y) for batch in data.batches()]
-        assert sum(sizes) == data.n == 23 and trainer.start.average == 16
+        assert sum(sizes) == data.n == 23 and trainer.start.averages == [16]
         assert sizes == {4: [4, 4, 4, 4, 4, 3], 11: [11, 12], "full": [23]}[size]
         torch.testing.assert_close(task.full_grad(w, data), expected, rtol=1e-10, atol=1e-13)
     assert not task.full_grad(w, LocalData(0)).any()

@@ -1,6 +1,9 @@
 """Record of what short runs compute, so that a change of the code's structure cannot change a
 result unseen.
 
+Some methods have no global model: x stays at its initial value. Of their runs, what server and
+clients keep is recorded too.
+
 `digests.json` holds two things for each run. `digests` maps a platform (torch build, CPU
 capability, CPU vendor) to the sha256 of the final parameters: on a platform that is recorded the
 bits must be the same. `projections` holds four numbers, the final parameters times fixed random
@@ -25,6 +28,9 @@ import pytest
 import torch
 
 import raysim
+from raysim.engine.inline_executor import Inline
+from raysim.engine.loop import Engine
+from raysim.prepare.resolve import prepare
 from raysim.rules.contract import ALGORITHMS
 from raysim.rules.methods.registry import discover
 from raysim.runs.result import parameters_digest
@@ -169,6 +175,23 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 CASES = cases()
+UNMOVED = (
+    "apple", "cfl", "fedamp", "feddistill", "fedfomo", "fedproto", "ifca", "local_only", "pfedhn",
+)  # fmt: skip
+"""Methods that leave x at its initial value."""
+
+
+def kept(engine: Engine) -> torch.Tensor:
+    """Return what server and clients keep at the end of a run, in one vector.
+
+    It has the floating-point tensors of the server's state except x, and those of each client.
+    """
+    tensors = {k: v for k, v in engine.final.items() if k.startswith("state/") and k != "state/x"}
+    for client in range(len(engine.plan.clients)):
+        for name, values in (engine.state.store.get(client) or {}).items():
+            tensors[f"client {client:06} {name}"] = torch.from_numpy(values)
+    floating = [tensors[k].flatten() for k in sorted(tensors) if tensors[k].is_floating_point()]
+    return torch.cat(floating)
 
 
 def configuration(case: dict[str, Any], folder: Path, run_dir: Path) -> dict[str, Any]:
@@ -239,6 +262,21 @@ def test_the_engine_computes_what_is_recorded(name, engine, folder: Path, tmp_pa
     check(name, evaluated_params(run.final))
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_methods_that_leave_x_are_known(name):
+    """Their digests say nothing, so that of what is kept is recorded."""
+    projections = json.loads(FILE.read_text())["projections"]
+    if f"method {name}" in projections:
+        unmoved = projections[f"method {name}"] == projections["method local_only"]
+        assert unmoved == (name in UNMOVED)
+
+
+@pytest.mark.parametrize("name", UNMOVED)
+def test_server_and_clients_keep_what_is_recorded(name, engine, folder: Path, tmp_path: Path):
+    run, _ = engine(configuration(CASES[f"method {name}"], folder, tmp_path / "run"))
+    check(f"kept {name}", kept(run))
+
+
 def test_a_run_computes_what_is_recorded(folder: Path, tmp_path: Path):
     done = raysim.run(configuration(CASES["method fedavg"], folder, tmp_path / "run"))
     assert done.digest == parameters_digest(done.parameters)
@@ -283,9 +321,10 @@ def test_two_actors_sum_small_updates_like_one_process(
 
 def test_every_case_is_recorded():
     recorded = json.loads(FILE.read_text())
-    assert set(recorded["projections"]) == set(CASES), RECORD
+    names = {*CASES, *(f"kept {name}" for name in UNMOVED)}
+    assert set(recorded["projections"]) == names, RECORD
     for platform_name, digests in recorded["digests"].items():
-        assert set(digests) <= set(CASES), platform_name
+        assert set(digests) <= names, platform_name
 
 
 def record() -> None:
@@ -296,19 +335,32 @@ def record() -> None:
     recorded = json.loads(FILE.read_text()) if FILE.exists() else {"digests": {}, "projections": {}}
     here = recorded["digests"].setdefault(this_platform(), {})
     for known in [recorded["projections"], *recorded["digests"].values()]:
-        for name in known.keys() - CASES.keys():
+        for name in known.keys() - CASES.keys() - {f"kept {name}" for name in UNMOVED}:
             del known[name]
+
+    def keep(name: str, x: torch.Tensor) -> None:
+        try:
+            check(name, x)
+        except AssertionError:
+            recorded["projections"][name] = projection(x)
+            for known in recorded["digests"].values():
+                known.pop(name, None)
+        here[name] = parameters_digest(x)
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for case, sections in CASES.items():
             result = raysim.run(configuration(sections, folder, folder / case))
-            try:
-                check(case, result.parameters)
-            except AssertionError:
-                recorded["projections"][case] = projection(result.parameters)
-                for known in recorded["digests"].values():
-                    known.pop(case, None)
-            here[case] = result.digest
+            keep(case, result.parameters)
+        for name in UNMOVED:
+            config = configuration(CASES[f"method {name}"], folder, folder / f"kept {name}")
+            plan, executor = prepare(config), Inline()
+            executor.open(plan)
+            engine = Engine(plan, executor)
+            for _ in engine.rounds():
+                pass
+            keep(f"kept {name}", kept(engine))
+            executor.close()
     FILE.write_text(json.dumps(recorded, indent=1) + "\n")
 
 

@@ -7,7 +7,10 @@ and are read there unless an installed package adds to them.
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
@@ -23,6 +26,9 @@ CatalogueRow = dict[str, str]
 
 IN_SCHEMA = "x-lists"
 """Key of the shipped JSON Schema for the rows of the lists in `LISTS_OF_CODE`."""
+
+OF_FAMILIES = ("algorithms", "clients", "servers")
+"""Lists whose rows have a family."""
 
 AT_DATA_PATH = "at data.path"
 """Location of a user's own data set, in the list of data sets."""
@@ -105,6 +111,22 @@ def _rules(side: Literal["client", "server"]) -> list[CatalogueRow]:
     for row, (_, cls, origin) in zip(rows, catalogue, strict=True):
         row["family"] = family(cls.__module__) if origin == "raysim" else ""
     return rows
+
+
+def _families() -> list[CatalogueRow]:
+    """Return a row for each family, with the numbers of its methods."""
+    from raysim.rules.rule import SHIPPED_PACKAGE
+
+    folders = importlib.import_module(SHIPPED_PACKAGE).__path__
+    numbers = {key: Counter(row["family"] for row in rows(key)) for key in OF_FAMILIES}
+    found = []
+    for _, name, is_package in pkgutil.iter_modules(folders):
+        if not is_package:
+            continue
+        package = importlib.import_module(f"{SHIPPED_PACKAGE}.{name}")
+        counts = {key: str(number[name] or "") for key, number in numbers.items()}
+        found.append({"name": name, "what": first_paragraph(package), **counts})
+    return found
 
 
 def _models() -> list[CatalogueRow]:
@@ -220,12 +242,14 @@ LISTABLE: dict[str, Callable[[], list[CatalogueRow]]] = {
     "algorithms": _algorithms,
     "clients": partial(_rules, "client"),
     "servers": partial(_rules, "server"),
+    "families": _families,
     "pairs": _rule_pairs,
     "models": _models,
     "tasks": _tasks,
     "probes": _probes,
     "data": _datasets,
     "partitions": partial(_choices, "partition"),
+    "phases": partial(_choices, "phases"),
     "schedules": partial(_choices, "schedule"),
     "client_speeds": partial(_choices, "client_speeds"),
     "sampling": partial(_choices, "sampling"),

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 from raysim.config import entry_points
 from raysim.config.identity import Identity
 from raysim.config.sections.base import Named, Positive, Section, kind_or_own
+from raysim.config.sections.phases import Phases
 
 
 def data_root(root: str | Path | None = None) -> Path:
@@ -253,6 +254,8 @@ class Split(Section):
     """Test examples of each client, for `evaluate.clients`; null: none."""
     val: ValidationOfClients = None
     """Validation examples of each client, for `evaluate.clients`; null: none."""
+    phases: Phases = None
+    """How the clients' training examples change over the rounds; null: they do not."""
 
 
 class IID(Split):
@@ -352,6 +355,8 @@ class OwnPartition(Named):
     """Test examples of each client, for `evaluate.clients`; null: none."""
     val: ValidationOfClients = None
     """Validation examples of each client, for `evaluate.clients`; null: none."""
+    phases: Phases = None
+    """How the clients' training examples change over the rounds; null: they do not."""
 
     @model_validator(mode="after")
     def _nothing_shared_is_held_out(self) -> OwnPartition:
@@ -399,6 +404,16 @@ class Virtual(Split):
             raise ValueError(
                 "virtual clients share their examples, so none can be kept for a test or for "
                 "validation; leave it out, or use another partition"
+            )
+        return value
+
+    @field_validator("phases")
+    @classmethod
+    def _nothing_changes(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError(
+                "virtual clients store no examples that could change; leave it out, or use "
+                "another partition"
             )
         return value
 

@@ -3,13 +3,55 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
 from raysim.randomness import generator
+
+
+@dataclass(frozen=True)
+class SizesByRound:
+    """Numbers of examples of clients that change over the rounds."""
+
+    starts: tuple[int, ...]
+    """First round of each phase; the first is 0."""
+
+    phases: tuple[np.ndarray, ...]
+    """Number of examples of each client in each phase, int64 [N]."""
+
+    @staticmethod
+    def of(sizes: np.ndarray | SizesByRound) -> SizesByRound:
+        """Return sizes that may be the same in all rounds.
+
+        Args:
+            sizes: number of examples of each client, [N], or these by round.
+        """
+        return SizesByRound((0,), (sizes,)) if isinstance(sizes, np.ndarray) else sizes
+
+    def phase(self, t: int) -> int:
+        """Return the number of the phase in which round `t` is.
+
+        Args:
+            t: number of the round, from 0.
+        """
+        return bisect_right(self.starts, t) - 1
+
+    def at(self, t: int) -> np.ndarray:
+        """Return the number of examples of each client in round `t`, int64 [N].
+
+        Args:
+            t: number of the round, from 0.
+        """
+        return self.phases[self.phase(t)]
+
+    @property
+    def largest(self) -> np.ndarray:
+        """The largest number of examples of each client, int64 [N]."""
+        return self.phases[0] if len(self.phases) == 1 else np.max(self.phases, axis=0)
 
 
 @dataclass(frozen=True)
@@ -21,6 +63,10 @@ class ExampleLists:
 
     offsets: np.ndarray
     """Bounds of the lists, int64 [N + 1]; client i holds `indices[offsets[i]:offsets[i + 1]]`."""
+
+    phases: tuple[tuple[int, ExampleLists], ...] = field(default=(), kw_only=True)
+    """The lists of each phase with its first round, if they change over the rounds; the lists
+    themselves then hold the examples of all phases."""
 
     @classmethod
     def of(cls, owner: np.ndarray, n_clients: int) -> ExampleLists:
@@ -50,6 +96,33 @@ class ExampleLists:
             i: number of the client.
         """
         return self.indices[self.offsets[i] : self.offsets[i + 1]]
+
+    def at(self, t: int) -> ExampleLists:
+        """Return the lists in round `t`.
+
+        Args:
+            t: number of the round, from 0; for a client that trains, the version that it received.
+        """
+        if not self.phases:
+            return self
+        return self.phases[bisect_right(self.phases, t, key=lambda phase: phase[0]) - 1][1]
+
+    @property
+    def sizes_by_round(self) -> SizesByRound:
+        """Number of examples of each client in each round."""
+        if not self.phases:
+            return SizesByRound.of(self.sizes)
+        return SizesByRound(
+            tuple(start for start, _ in self.phases), tuple(part.sizes for _, part in self.phases)
+        )
+
+    def after_rounds(self) -> ExampleLists:
+        """Return the lists by the number of completed rounds.
+
+        A model after t + 1 rounds is evaluated on the examples of round t.
+        """
+        later = tuple((start + bool(start), part) for start, part in self.phases)
+        return replace(self, phases=later)
 
     def separated(self, chosen: np.ndarray) -> tuple[ExampleLists, ExampleLists]:
         """Return the lists without the chosen examples, and lists of these.
@@ -103,11 +176,18 @@ class Clients(ExampleLists):
 
     def all_examples(self) -> ExampleLists:
         """Return the examples of each client, including those of clients that never train."""
-        if self.reserved is None:
+        reserved = self.reserved
+        if reserved is None:
             return self
-        order = np.argsort(np.concatenate([self.owners, self.reserved.owners]), kind="stable")
-        indices = np.concatenate([self.indices, self.reserved.indices])[order]
-        return ExampleLists(indices, self.offsets + self.reserved.offsets)
+        parts = tuple((start, _together(part, reserved)) for start, part in self.phases)
+        return replace(_together(self, reserved), phases=parts)
+
+
+def _together(first: ExampleLists, second: ExampleLists) -> ExampleLists:
+    """Return lists with the examples of both for each client."""
+    order = np.argsort(np.concatenate([first.owners, second.owners]), kind="stable")
+    indices = np.concatenate([first.indices, second.indices])[order]
+    return ExampleLists(indices, first.offsets + second.offsets)
 
 
 @dataclass(frozen=True)
@@ -148,6 +228,24 @@ class VirtualClients:
         return np.empty(0, dtype=np.int64)
 
     @property
+    def phases(self) -> tuple[()]:
+        """The examples do not change over the rounds."""
+        return ()
+
+    def at(self, t: int) -> VirtualClients:
+        """Return the clients, which are the same in each round.
+
+        Args:
+            t: number of the round, from 0.
+        """
+        return self
+
+    @property
+    def sizes_by_round(self) -> SizesByRound:
+        """Number of examples of each client in each round."""
+        return SizesByRound.of(self.sizes)
+
+    @property
     def sizes(self) -> np.ndarray:
         """Number of examples of each client, int64 [N]: a read-only view of one number."""
         return np.broadcast_to(np.int64(self.samples), (self.n_clients,))
@@ -184,4 +282,6 @@ def partition_digest(clients: Clients | VirtualClients) -> str:
         lists: ExampleLists | None = getattr(clients, name)
         if lists is not None:
             whole.update(name.encode() + lists.offsets.tobytes() + lists.indices.tobytes())
+    for start, lists in clients.phases:
+        whole.update(f"from {start}".encode() + lists.offsets.tobytes() + lists.indices.tobytes())
     return whole.hexdigest()

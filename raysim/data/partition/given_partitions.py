@@ -12,6 +12,7 @@ from raysim.config.sections.data import OwnPartition
 from raysim.config.users_function import call_function
 from raysim.data.own.npz import read_arrays
 from raysim.data.own.stored import is_stored, stored_arrays
+from raysim.data.partition.clients import ExampleLists
 from raysim.errors import ConfigError
 from raysim.system.json_files import parsed
 
@@ -76,21 +77,37 @@ def divide_by_function(p: OwnPartition, y: np.ndarray, rng: np.random.Generator)
     """
     place = f"partition.name: {p.name}"
     returned = call_function("partition", p.name, p.parameters, y.copy(), p.clients, rng)
+    lists = as_lists(returned, f"{place} returned", p.clients)
+    _check_indices(lists.indices, lists.offsets, len(y), place, p.overlap)
+    return lists.indices, lists.offsets
+
+
+def as_lists(returned: Any, place: str, n_clients: int, n: int | None = None) -> ExampleLists:
+    """Return the lists that a user's function returned.
+
+    Args:
+        returned: what it returned.
+        place: key, name of the function and "returned", with which errors begin.
+        n_clients: number of clients.
+        n: number of training examples, to check the positions; None: they are not checked.
+
+    Raises:
+        ConfigError: it is no list of positions for each client, or a position is wrong.
+    """
     try:
         lists = [_whole_numbers(entry) for entry in returned]
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{place} returned a {type(returned).__name__}; return a list with the positions of "
-            f"each client's examples: {error}"
+            f"{place} a {type(returned).__name__}; return a list with the positions of each "
+            f"client's examples: {error}"
         ) from None
-    if len(lists) != p.clients:
-        raise ConfigError(
-            f"{place} returned {len(lists)} clients; partition.clients is {p.clients}"
-        )
+    if len(lists) != n_clients:
+        raise ConfigError(f"{place} {len(lists)} clients; partition.clients is {n_clients}")
     indices = np.concatenate([np.empty(0, dtype=np.int64), *lists])
     offsets = np.cumsum([0, *map(len, lists)])
-    _check_indices(indices, offsets, len(y), place, p.overlap)
-    return indices, offsets
+    if n is not None and len(indices):
+        _check_indices(indices, offsets, n, place, overlap=True)
+    return ExampleLists(indices, offsets)
 
 
 def is_lists(value: Mapping[Any, Any]) -> bool:

@@ -9,6 +9,7 @@ removed from training after the partition is drawn.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ from raysim.data.partition.kept_out import (
     hold_out_clients,
     hold_out_validation,
 )
+from raysim.data.partition.phases import Drawn, add_phases
 from raysim.errors import ConfigError
 from raysim.randomness import generator
 
@@ -66,6 +68,7 @@ def split_dataset(
     own_seed = seed if partition.seed is None else partition.seed
     _refuse_unused_users(partition, dataset)
     users: np.ndarray | None = None
+    draw: Drawn | None = None
     match partition:
         case Virtual():
             _require(
@@ -77,14 +80,18 @@ def split_dataset(
         case FromFile():
             clients = Clients(*read_partition(Path(partition.path).expanduser(), len(dataset.y)))
         case OwnPartition():
-            rng = generator(own_seed, "partition")
-            clients = Clients(*divide_by_function(partition, dataset.y, rng))
+            draw = partial(_drawn_by_function, partition, dataset)
+            lists = draw(generator(own_seed, "partition"))
+            clients = Clients(lists.indices, lists.offsets)
         case _:
             if isinstance(partition, DIVIDED_BY_CLASS):
                 dataset.check_labels("partition.name", f"'{partition.name}' divides by class and")
             owner = _owner(partition, dataset, generator(own_seed, "partition"))
-            lists = ExampleLists.of(owner, partition.clients or len(dataset.group_names))
+            n_clients = partition.clients or len(dataset.group_names)
+            lists = ExampleLists.of(owner, n_clients)
             clients = Clients(lists.indices, lists.offsets)
+            if partition.clients is not None:
+                draw = partial(_drawn, partition, dataset, n_clients)
             if isinstance(partition, Natural) and dataset.groups is not None:
                 users = np.full(len(dataset.group_names), -1, dtype=np.int64)
                 users[dataset.groups[dataset.groups >= 0]] = owner[dataset.groups >= 0]
@@ -96,7 +103,24 @@ def split_dataset(
     if partition.val is not None:
         rng = generator(own_seed, "local validation")
         clients = add_validation(clients, partition.val.fraction, rng)
-    return hold_out_clients(clients, held_out_clients(len(clients), held_out, seed))
+    clients = hold_out_clients(clients, held_out_clients(len(clients), held_out, seed))
+    if partition.phases is not None:
+        clients = add_phases(clients, partition.phases, dataset, own_seed, draw)
+    return clients
+
+
+def _drawn(
+    partition: Partition, dataset: Dataset, n_clients: int, rng: np.random.Generator
+) -> ExampleLists:
+    """Return a draw of a partition."""
+    return ExampleLists.of(_owner(partition, dataset, rng), n_clients)
+
+
+def _drawn_by_function(
+    partition: OwnPartition, dataset: Dataset, rng: np.random.Generator
+) -> ExampleLists:
+    """Return a draw of a partition by the user's function."""
+    return ExampleLists(*divide_by_function(partition, dataset.y, rng))
 
 
 def _refuse_unused_users(partition: Partition, dataset: Dataset) -> None:

@@ -39,9 +39,14 @@ class Evaluator:
         self.name = plan.config.model.name
         self.net, self.size = BoundModel(plan.model(device)), plan.config.evaluate.batch_size
         self.metrics = plan.metrics
-        self.classes = plan.problem.classes if plan.config.evaluate.per_class else 0
+        by_class = plan.config.evaluate.per_class or plan.config.has_class_tasks
+        self.classes = plan.problem.classes if by_class else 0
         self.probes = probes.evaluations(plan)
         self.trainer = make_trainer(plan, device).trainers[0] if self.probes else None
+        self.changes_frozen = plan.server.changes_frozen
+        self.models = [self.net.model]
+        if self.trainer is not None:
+            self.models.append(self.trainer.model)
 
     def evaluate(self, broadcast: Broadcast, parts: EvaluationParts) -> dict[str, float]:
         """Return the metrics of a version of the model.
@@ -57,6 +62,9 @@ class Evaluator:
             RaysimError: the net or a probe failed; both may be users' code.
         """
         try:
+            if self.changes_frozen:
+                for model in self.models:
+                    model.set_frozen(broadcast.shared["frozen"])
             values = self._test(broadcast) if "test" in parts.names else {}
             for name, evaluate in self.probes.items():
                 if name in parts.names and self.trainer is not None:

@@ -43,7 +43,7 @@ class RunState(Generic[ModelHandle]):
         """Known facts of clients, for a server rule that selects them; None for any other rule."""
         if overridden(plan.server, ["select"]):
             self.client_history = ClientHistory(len(plan.clients))
-        self.schedule = make_schedule(self.config, plan.clients.sizes)
+        self.schedule = make_schedule(self.config, plan.clients.sizes_by_round)
         self.clocks = deque([(0, self.schedule.pack())], maxlen=2)
         """The virtual clock before the last rounds for which a checkpoint is due, by round. The
         newest of them may be scheduled already and not done. If the server rule selects clients,
@@ -131,7 +131,7 @@ class RunState(Generic[ModelHandle]):
             for v, broadcast in self.versions.items()
             if v != self.done
         }
-        clock = clock_before(self.config, self.plan.clients.sizes, self.clocks, self.done)
+        clock = clock_before(self.config, self.plan.clients.sizes_by_round, self.clocks, self.done)
         clients = self.store.pack()
         if self.client_history is not None:
             clients |= self.client_history.pack()

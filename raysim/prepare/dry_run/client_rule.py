@@ -272,7 +272,7 @@ class RuleDryRun:
         if not (is_used and overridden(self.plan.client, ["begin", "evaluated"])):
             return None
         try:
-            own_model(trainer, broadcast, task, self.clients.client(task.client))
+            own_model(trainer, broadcast, task, self.clients.at(task.base).client(task.client))
         except ContractError as error:
             return str(error)
         except Exception as error:  # it may depend on the client, so the run reports it

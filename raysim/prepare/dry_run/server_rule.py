@@ -145,9 +145,9 @@ def _select_first_round(plan: Plan) -> None:
     """
     server = make_server(plan, "cpu")
     seed, size = plan.config.seed, plan.config.schedule.size
-    schedule = make_schedule(plan.config, plan.clients.sizes)
+    schedule = make_schedule(plan.config, plan.clients.sizes_by_round)
     assert isinstance(schedule, Synchronous)
-    pool = ClientHistory(len(plan.clients)).pool(schedule.available(), size, 0)
+    pool = ClientHistory(len(plan.clients)).pool(schedule.available(0), size, 0)
     candidates = server.candidates(pool, generator(seed, "candidates", 0)).ids
     losses = generator(seed, "dry run").random(len(pool.ids))
     losses[~np.isin(pool.ids, candidates)] = np.nan

@@ -103,7 +103,7 @@ def _draw(
     rounds_shown = min(plan.config.rounds, MAX_CLOCK_ROUNDS_SHOWN)
     selects = overridden(plan.server, ["select"])  # then no round is known without its training
     if not selects and (
-        scheduled := schedule.preview(plan.config, plan.clients.sizes, rounds_shown)
+        scheduled := schedule.preview(plan.config, plan.clients.sizes_by_round, rounds_shown)
     ):
         write("arrivals.png", lambda path: plot_virtual_clock(scheduled, path))
     forgotten: dict[int, dict[str, list[float]]] = {}

@@ -111,7 +111,7 @@ class LaneTrainer(LoopTrainer):
         graphs, rules = captures.graphs, self.rules_of(block)
         updates: list[ClientUpdate] = []
         used: list[Lane] = []
-        mine = [self.clients.client(client_task.client) for client_task in block.tasks]
+        mine = self.examples_of(block.tasks)
         batches = PrefetchedBatches(self.client_batches, block.tasks, mine, apart=True)
         for k, client_task in enumerate(block.tasks):
             lane = self._lane(captures, k)

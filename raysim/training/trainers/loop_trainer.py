@@ -29,7 +29,7 @@ class LoopTrainer(Trainer):
         prefetched = PrefetchedBatches(
             self.client_batches,
             block.tasks,
-            [self.clients.client(client_task.client) for client_task in block.tasks],
+            self.examples_of(block.tasks),
         )
         return [
             self.train_client(

@@ -74,9 +74,7 @@ class PooledTrainer(LoopTrainer):
             # Sorted, so that the order of the sum is fixed.
             for base in sorted({task.base for task in block.tasks}):
                 tasks = [task for task in block.tasks if task.base == base]
-                pool = self.client_batches.pool(
-                    tasks, [self.clients.client(task.client) for task in tasks]
-                )
+                pool = self.client_batches.pool(tasks, self.examples_of(tasks))
                 self.task.local_params.copy_(broadcasts[base].global_params)
                 direction, client_losses = gradient(self.task.trained, pool)
                 delta.add_(direction, alpha=self.config.local.step_sizes.of_step(base))
@@ -187,6 +185,8 @@ def _why_not_mean(server: ServerRule) -> str | None:
     """Return what a server rule needs besides the mean update; None if that is all."""
     if overridden(server, ["sent_to"]):
         return f"server rule '{server.name}' sends clients different models"
+    if server.changes_frozen:
+        return f"server rule '{server.name}' changes parameters that clients do not train"
     if dict(server.uploads) != {"delta": "mean"}:
         return f"server rule '{server.name}' takes more than the mean of delta"
     return None

@@ -7,8 +7,10 @@ the seed of the run. Any worker can therefore compute it, and compute it again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from raysim.errors import ContractError
 from raysim.rules.contract import State
@@ -17,7 +19,7 @@ from raysim.rules.errors.user_code import translate_errors
 from raysim.training.batches.client_batches import ClientBatches
 from raysim.training.client_start import ClientStart, PreparedClient
 from raysim.training.groups import ClientGroup, WorkerParts
-from raysim.training.messages import Block, Broadcast
+from raysim.training.messages import Block, Broadcast, ClientTask
 from raysim.training.personal import personal_parts
 from raysim.training.tasks.fast_gradient import matches_autograd
 from raysim.training.tasks.local_step import LocalSettings
@@ -113,6 +115,14 @@ class Trainer(ABC):
         shapes = self.personal.compacted_shapes(self.model.shapes)
         key = self.config.upload_key(group.name)
         return UploadChain(group.stages, group.rule, self.sent, shapes, self.config.seed, key)
+
+    def examples_of(self, tasks: Sequence[ClientTask]) -> list[np.ndarray]:
+        """Return the positions [n] of the examples of each client in the round of its version.
+
+        Args:
+            tasks: the tasks of the clients.
+        """
+        return [self.clients.at(task.base).client(task.client) for task in tasks]
 
     @property
     def uncaptured_steps(self) -> int:

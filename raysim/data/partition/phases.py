@@ -1,0 +1,162 @@
+"""Phases of a partition: the training examples of each client change at some rounds.
+
+The lists of the partition hold the examples of all phases. Those of a phase are a function of the
+configuration and the data, so the examples of a client in a round do not depend on where or when it
+trains. A client trains on the examples of the phase of the version that it received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from raysim.config.sections.phases import ClassTasks, OwnPhases, Redraw
+from raysim.config.users_function import call_function
+from raysim.data.dataset import Dataset
+from raysim.data.partition.clients import Clients, ExampleLists
+from raysim.data.partition.given_partitions import as_lists
+from raysim.errors import ConfigError
+from raysim.randomness import generator
+
+Drawn = Callable[[np.random.Generator], ExampleLists]
+"""Draws the partition with a generator."""
+
+
+def class_tasks(phases: ClassTasks, n_classes: int, seed: int) -> list[np.ndarray]:
+    """Return the classes of each task.
+
+    Args:
+        phases: the section `partition.phases`.
+        n_classes: number of classes of the data.
+        seed: seed of the partition.
+
+    Raises:
+        ConfigError: there are more tasks than classes.
+    """
+    if phases.count > n_classes:
+        raise ConfigError(
+            f"partition.phases.count: {phases.count} tasks of {n_classes} classes; set it to "
+            f"{n_classes} or less"
+        )
+    order = np.arange(n_classes)
+    if phases.shuffle:
+        order = generator(seed, "order of classes").permutation(n_classes)
+    return np.array_split(order, phases.count)
+
+
+def add_phases(
+    clients: Clients,
+    phases: ClassTasks | Redraw | OwnPhases,
+    dataset: Dataset,
+    seed: int,
+    draw: Drawn | None,
+) -> Clients:
+    """Return clients whose training examples change over the rounds.
+
+    Args:
+        clients: the clients, without what is kept out of training.
+        phases: the section `partition.phases`.
+        dataset: the data set.
+        seed: seed of the partition.
+        draw: draws the partition again; None if it is not drawn.
+
+    Raises:
+        ConfigError: the partition cannot be divided in this way, or no client has an example in
+            some phase.
+    """
+    test = clients.test
+    match phases:
+        case ClassTasks():
+            lists, test = _by_task(clients, phases, dataset, seed)
+        case Redraw():
+            lists = _redrawn(clients, phases, seed, draw)
+        case OwnPhases():
+            lists = _by_function(clients, phases, dataset, seed)
+    for phase, of_phase in enumerate(lists):
+        if not len(of_phase.indices):
+            raise ConfigError(
+                f"partition.phases: no client has training examples in phase {phase}; change the "
+                "phases or the partition"
+            )
+    starts = [phase * phases.rounds for phase in range(phases.count)]
+    whole = _union(lists)
+    return replace(
+        clients,
+        indices=whole.indices,
+        offsets=whole.offsets,
+        test=test,
+        phases=tuple(zip(starts, lists, strict=True)),
+    )
+
+
+def _by_task(
+    clients: Clients, phases: ClassTasks, dataset: Dataset, seed: int
+) -> tuple[list[ExampleLists], ExampleLists | None]:
+    """Return the training examples of each task, and the test examples of the tasks so far."""
+    dataset.check_labels("partition.phases", "'classes' divides by class and")
+    tasks = class_tasks(phases, dataset.n_classes, seed)
+    y = dataset.y
+    lists = [clients.separated(np.isin(y[clients.indices], task))[1] for task in tasks]
+    test = clients.test
+    if test is None:
+        return lists, None
+    y_of_tests = dataset.y_test if clients.test_half == "test" else y
+    so_far = []
+    for phase in range(phases.count):
+        seen = np.concatenate(tasks[: phase + 1])
+        of_seen = test.separated(np.isin(y_of_tests[test.indices], seen))[1]
+        so_far.append((phase * phases.rounds, of_seen))
+    return lists, replace(test, phases=tuple(so_far))
+
+
+def _redrawn(clients: Clients, phases: Redraw, seed: int, draw: Drawn | None) -> list[ExampleLists]:
+    """Return the partition and further draws of it, of the same training examples."""
+    if draw is None:
+        raise ConfigError(
+            "partition.phases.name: 'redraw' needs a partition that is drawn by the seed, such as "
+            "dirichlet; use another partition, or path.py:FUNCTION for your own phases"
+        )
+    lists = [ExampleLists(clients.indices, clients.offsets)]
+    for phase in range(1, phases.count):
+        drawn = draw(generator(seed, "partition of a phase", phase))
+        trains = np.isin(drawn.indices, clients.indices)
+        trains &= ~np.isin(drawn.owners, clients.held_out)
+        lists.append(drawn.separated(trains)[1])
+    return lists
+
+
+def _by_function(
+    clients: Clients, phases: OwnPhases, dataset: Dataset, seed: int
+) -> list[ExampleLists]:
+    """Return the lists that a user's function returns for each phase."""
+    lists = []
+    own = [clients.client(i) for i in range(len(clients))]
+    trains = np.zeros(len(dataset.y), dtype=bool)
+    trains[clients.indices] = True
+    for phase in range(phases.count):
+        place = f"partition.phases.name: {phases.name} returned for phase {phase}"
+        rng = generator(seed, "own phase", phase)
+        copies = [positions.copy() for positions in own]
+        returned = call_function(
+            "partition.phases", phases.name, phases.parameters, dataset.y.copy(), copies, phase, rng
+        )
+        of_phase = as_lists(returned, place, len(clients), len(dataset.y))
+        if not trains[of_phase.indices].all():
+            wrong = of_phase.indices[~trains[of_phase.indices]][0]
+            raise ConfigError(
+                f"{place} example {wrong}, which is no client's training example; return positions "
+                "from the lists that the function gets"
+            )
+        lists.append(of_phase)
+    return lists
+
+
+def _union(lists: Sequence[ExampleLists]) -> ExampleLists:
+    """Return for each client the examples that it has in any phase, ascending."""
+    n_clients = len(lists[0])
+    pairs = np.concatenate([np.stack([part.owners, part.indices]) for part in lists], axis=1)
+    owners, indices = np.unique(pairs, axis=1)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=n_clients))])
+    return ExampleLists(indices, offsets.astype(np.int64))

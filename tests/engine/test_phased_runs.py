@@ -1,0 +1,191 @@
+"""Runs whose clients' examples change over the rounds, against plain NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import raysim
+from raysim.data import Clients, Examples
+from raysim.engine.plan import Plan
+from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
+from raysim.runs.resume import resume
+from raysim.schedule import preview
+
+LR = 0.3
+CLASSES = {"name": "classes", "rounds": 2, "count": 3}
+KASYNC = {"name": "kasync", "k": 2, "concurrency": 5, "client_speeds": "lognormal"}
+BUFFERED = {
+    "name": "buffered",
+    "buffer_size": 2,
+    "concurrency": 5,
+    "client_speeds": {"name": "data", "jitter": 0},
+}
+
+
+@pytest.fixture
+def setup(base: dict[str, Any]) -> dict[str, Any]:
+    """A small run of one full gradient step for each client, on class-incremental tasks."""
+    partition = {"name": "dirichlet", "clients": 12, "alpha": 0.05, "phases": CLASSES}
+    return base | {
+        "data": "digits",
+        "rounds": 7,
+        "algorithm": {"name": "fedavg", "weights": "samples"},
+        "partition": partition,
+        "model": "logistic",
+        "dtype": "float64",
+        "local": {"steps": 1, "batch_size": "full", "lr": LR},
+        "schedule": {"cohort": 4},
+    }
+
+
+def gradient(plan: Plan, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return the gradient of softmax regression on examples: weights [10, 64], then biases."""
+    inputs, y = Examples.of(plan.dataset, "train", "cpu", torch.float64).batch(positions)
+    z = inputs.flatten(1).numpy()
+    logits = z @ x[:640].reshape(10, 64).T + x[640:]
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    p[np.arange(len(y)), y.numpy()] -= 1
+    return np.concatenate([(p.T @ z).ravel(), p.sum(0)]) / len(y)
+
+
+def examples_of_task(plan: Plan, client: int, t: int) -> np.ndarray:
+    """Return the positions of a client's examples in round t, from the definition of its tasks."""
+    assert isinstance(plan.clients, Clients)
+    classes = np.array_split(np.arange(10), 3)[min(t // 2, 2)]
+    mine = plan.clients.client(client)
+    return mine[np.isin(plan.dataset.y[mine], classes)]
+
+
+@pytest.mark.parametrize("mode", ["loop", "lanes", "pooled"])
+def test_clients_train_on_the_task_of_the_round(mode, setup, engine):
+    run, _ = engine({**setup, "batching": {"mode": mode}})
+    plan, x = run.plan, run.executor.xs[0]
+    rounds = preview_of(plan)
+    assert any(len(examples_of_task(plan, i, t)) == 0 for i in range(12) for t in (0, 2, 4))
+    for t, (ids, _) in enumerate(rounds):
+        parts = [examples_of_task(plan, i, t) for i in ids]
+        assert all(len(part) for part in parts)  # clients without examples of the task are left out
+        n = np.array([len(part) for part in parts])
+        gradients = [gradient(plan, x, part) for part in parts]
+        x = x - LR * (n / n.sum()) @ np.stack(gradients)
+        assert np.allclose(run.executor.xs[t + 1], x, rtol=0, atol=1e-10)
+
+
+def preview_of(plan: Plan) -> list[tuple[list[int], list[int]]]:
+    """Return clients and versions of each round."""
+    from raysim.schedule import make_schedule
+
+    schedule = make_schedule(plan.config, plan.clients.sizes_by_round)
+    rounds = [schedule.next_round(t) for t in range(plan.config.rounds)]
+    return [(one.ids, [arrival.base for arrival in one.arrivals]) for one in rounds]
+
+
+@pytest.mark.parametrize("schedule", [KASYNC, BUFFERED])
+def test_an_asynchronous_client_trains_on_the_task_of_the_version_that_it_received(
+    schedule, setup, engine
+):
+    run, _ = engine({**setup, "schedule": schedule, "rounds": 12})
+    plan, xs = run.plan, [run.executor.xs[0]]
+    crossed = 0
+    for t, (ids, bases) in enumerate(preview_of(plan)):
+        parts = [examples_of_task(plan, i, base) for i, base in zip(ids, bases, strict=True)]
+        assert all(len(part) for part in parts)
+        crossed += sum(min(base // 2, 2) != min(t // 2, 2) for base in bases)
+        n = np.array([len(part) for part in parts])
+        deltas = [LR * gradient(plan, xs[b], p) for b, p in zip(bases, parts, strict=True)]
+        xs.append(xs[-1] - (n / n.sum()) @ np.stack(deltas))
+        assert np.allclose(run.executor.xs[t + 1], xs[-1], rtol=0, atol=1e-10)
+    assert crossed  # some began in an earlier task than that in which they arrived
+
+
+def test_durations_follow_the_sizes_of_the_round(setup):
+    plan = prepare({**setup, "schedule": BUFFERED})
+    for one in preview(plan.config, plan.clients.sizes_by_round, 7):
+        for arrival in one.arrivals:
+            sizes = np.array([len(examples_of_task(plan, i, arrival.base)) for i in range(12)])
+            mean = sizes[arrival.client] / sizes.mean()
+            assert arrival.duration == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("schedule", [{"cohort": 4}, KASYNC])
+@pytest.mark.parametrize("stopped_after", [1, 2, 3])
+def test_a_resumed_run_goes_on_with_the_task_of_its_round(schedule, stopped_after, setup):
+    config = {**setup, "schedule": schedule, "checkpoint": {"every": 1}, "evaluate": {"every": 1}}
+    whole = raysim.run({**config, "run_dir": config["run_dir"] + "-whole"})
+    stopped = raysim.run({**config, "rounds": stopped_after})
+    resumed = resume(stopped.run_dir, {"rounds": 7})
+    assert resumed.digest == whole.digest
+    for one, other in zip(resumed.history, whole.history, strict=True):
+        assert {k: v for k, v in one.items() if k.startswith("tasks/")} == {
+            k: v for k, v in other.items() if k.startswith("tasks/")
+        }
+    assert "tasks/forgetting" in whole.history[-1]
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("schedule", [{"cohort": 4}, KASYNC])
+def test_two_actors_compute_the_same(schedule, setup, recycled_actors: None):
+    setup["local"] = {"steps": 2, "batch_size": 8, "lr": LR}
+    alone = raysim.run({**setup, "schedule": schedule})
+    resources = {"executor": "ray", "actors": 2, "threads": 1}
+    run_dir = setup["run_dir"] + "-ray"
+    two = raysim.run({**setup, "schedule": schedule, "resources": resources, "run_dir": run_dir})
+    assert two.digest == alone.digest
+
+
+def test_accuracies_of_tasks_and_forgetting(setup, engine):
+    run, records = engine({**setup, "evaluate": {"every": 1}})
+    tasks = np.array_split(np.arange(10), 3)
+    test = Examples.of(run.plan.dataset, "test", "cpu", torch.float64)
+    inputs, y = test.batch(torch.arange(len(test)))
+    best: dict[int, float] = {}
+    for x, record in zip(run.executor.xs, records, strict=True):
+        newest = min((max(record["round"], 1) - 1) // 2, 2)
+        guesses = (inputs.flatten(1).numpy() @ x[:640].reshape(10, 64).T + x[640:]).argmax(1)
+        now = {}
+        for j in range(int(newest) + 1):
+            of_task = np.isin(y.numpy(), tasks[j])
+            now[j] = (guesses == y.numpy())[of_task].mean()
+            assert record[f"tasks/accuracy_{j}"] == pytest.approx(now[j])
+        assert f"tasks/accuracy_{int(newest) + 1}" not in record
+        assert record["tasks/accuracy"] == pytest.approx(np.mean(list(now.values())))
+        lost = [best[j] - now[j] for j in now if j < newest]
+        if lost:
+            assert record["tasks/forgetting"] == pytest.approx(np.mean(lost))
+        else:
+            assert "tasks/forgetting" not in record
+        best |= {j: max(value, best.get(j, 0)) for j, value in now.items()}
+
+
+def test_clients_are_evaluated_on_the_tasks_so_far(setup):
+    setup["partition"] |= {"test": {"fraction": 0.3}}
+    done = raysim.run({**setup, "evaluate": {"every": 0, "clients": {"every": 2}}})
+    plan = prepare(setup)
+    assert isinstance(plan.clients, Clients) and plan.clients.test is not None
+    test, y = plan.clients.test, plan.dataset.y
+    for row in done.clients.to_dict("records"):
+        known = np.concatenate(
+            np.array_split(np.arange(10), 3)[: (max(row["round"], 1) - 1) // 2 + 1]
+        )
+        n = np.isin(y[test.client(row["client"])], known).sum()
+        assert row["examples"] == n
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"evaluate": {"theory": {"every": 2}}}, "partition.phases: "),
+        ({"evaluate": {"forgetting": {}}}, "evaluate.forgetting: "),
+        ({"privacy": {"max_grad_norm": 1.0, "noise_multiplier": 1.0}}, "privacy.unit: "),
+        ({"schedule": {**KASYNC, "k": 12, "concurrency": 12}}, "schedule.k: "),
+    ],
+)
+def test_what_needs_examples_that_stay_is_refused(sections, message, setup):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        prepare({**setup, **sections})
