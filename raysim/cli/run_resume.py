@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -37,10 +38,13 @@ def run(
 ) -> None:
     """Run one experiment."""
     from raysim.prepare.early_validation import validate_early
+    from raysim.tracking.mlflow_process import connection
 
     console = Terminal(as_json)
     try:
         validate_early(config, overrides or [])
+        if not (print_config or dry_run):
+            connection.start()  # beside the import of torch
         from raysim.prepare.checks import check_address
         from raysim.prepare.resolve import prepare
 
@@ -80,6 +84,11 @@ def resume(
     ] = False,
 ) -> None:
     """Resume a stopped run from its last checkpoint."""
+    from raysim.tracking.mlflow_process import connection
+    from raysim.tracking.spool import SPOOL_FILE
+
+    if (Path(run) / SPOOL_FILE).is_file():
+        connection.start()  # beside the import of torch
     from raysim.runs.resume import forked, reopen
 
     console = Terminal(as_json)

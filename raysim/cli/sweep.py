@@ -79,6 +79,7 @@ def sweep(
 ) -> None:
     """Run an experiment for many values of its keys. Run it again to complete missing trials."""
     from raysim.sweeps.reading import validate_sweep_early
+    from raysim.tracking.mlflow_process import connection
 
     if ledgers and len(ledgers) > 1:
         several = " ".join(map(str, ledgers))
@@ -89,6 +90,8 @@ def sweep(
     ledger = ledgers[0] if ledgers else None
     console = Terminal(as_json)
     validate_sweep_early(config, overrides or [])
+    if not dry_run:
+        connection.start()  # beside the import of torch
     from raysim.sweeps.preparation import prepare_sweep
     from raysim.sweeps.runner import run_sweep
     from raysim.sweeps.sweep_ledger import SweepLedger
