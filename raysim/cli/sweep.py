@@ -21,6 +21,7 @@ from raysim.cli.completion import complete_configuration, complete_override
 from raysim.cli.progress import preparing
 from raysim.cli.terminal import Terminal, aside, say
 from raysim.errors import ConfigError
+from raysim.imports import uncollected
 from raysim.runs.progress import times
 from raysim.system import startup_stages
 
@@ -92,9 +93,10 @@ def sweep(
     validate_sweep_early(config, overrides or [])
     if not dry_run:
         connection.start()  # beside the import of torch
-    from raysim.sweeps.preparation import prepare_sweep
-    from raysim.sweeps.runner import run_sweep
-    from raysim.sweeps.sweep_ledger import SweepLedger
+    with uncollected():
+        from raysim.sweeps.preparation import prepare_sweep
+        from raysim.sweeps.runner import run_sweep
+        from raysim.sweeps.sweep_ledger import SweepLedger
 
     with preparing(console, "checking the trials"):
         planned = prepare_sweep(config, overrides or [], folder, where or [])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import proxy_bypass
 
 from raysim.config.tracking_uri import database_of, mask_secrets
 from raysim.errors import RaysimError, visible
@@ -117,6 +116,8 @@ def brief(error: Exception) -> str:
 
 def _proxy(uri: str) -> str:
     """Return the environment variable that sends requests for an address to a proxy; "" if none."""
+    from urllib.request import proxy_bypass  # imports SSL and much else
+
     parts = urlsplit(uri)
     if proxy_bypass(parts.hostname or ""):
         return ""

@@ -108,7 +108,9 @@ def test_dry_run_trains_one_client_here_and_starts_nothing(raysim_, monkeypatch)
     said = raysim_("run", "quickstart", "--dry-run")
     assert said.code == 0 and not list(Path().iterdir())
     for text in (
-        "gradma × server rule gradma",
+        'client rule  gradma (qp_scope="whole"',
+        "server rule  gradma (lr=1.0",
+        "beta2=0.5, memory=100",
         "mlp, 4,810 parameters",
         "100, samples",
         "10 clients in",
