@@ -1,6 +1,6 @@
 """Time to start raysim, compared with bare torch, MLflow and Ray.
 
-    python benchmarks/start.py [--repeats 5] [--lines TEXT] [--beside CHECKOUT] [--out FILE.md]
+    python benchmarks/start.py [--repeats 5] [--lines TEXT ...] [--beside CHECKOUT] [--out FILE]
 
 Every line of the table is a process of its own, started in an empty home. The lines take turns,
 `--repeats` times. CPU seconds are those of the process itself, and those of the processes that it
@@ -31,11 +31,12 @@ CPU_COUNT = 2
 """CPUs of the Ray that is started, and its actors."""
 
 STARTED = """
-import atexit, os, runpy, sys, time
+import atexit, os, resource, runpy, sys
 
 def write():
-    with open(os.environ.pop("OWN_CPU_FILE"), "w") as file:
-        file.write(str(time.process_time()))
+    started = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with open(os.environ.pop("CPU_FILE"), "w") as file:
+        file.write(str(started.ru_utime + started.ru_stime))
 
 atexit.register(write)
 option, what, *sys.argv[1:] = sys.argv[1:]
@@ -44,7 +45,8 @@ if option == "-m":
 else:
     exec(what)
 """
-"""Program that does what `python OPTION WHAT ARGUMENTS` does, and writes its own CPU time."""
+"""Program that does what `python OPTION WHAT ARGUMENTS` does. At its end it writes the CPU time of
+the processes that it has waited for."""
 
 RAY_WITH_TORCH = f"""
 import ray
@@ -142,7 +144,7 @@ def measure(python: str, line: Line, checkout: Path) -> Times:
             "HOME": folder,
             "PYTHONPATH": str(checkout),
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-            "OWN_CPU_FILE": f"{folder}/cpu",
+            "CPU_FILE": f"{folder}/cpu",
         }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as of an installed package
         with open(Path(folder) / "output", "wb") as output:
@@ -160,8 +162,8 @@ def measure(python: str, line: Line, checkout: Path) -> Times:
         if process.returncode != line.exit_code:
             printed = (Path(folder) / "output").read_text(errors="replace").strip()
             sys.exit(f"{line.title}: exit code {process.returncode}\n{printed[-2000:]}")
-        own = float((Path(folder) / "cpu").read_text())
-    return Times(own, max(0.0, usage.ru_utime + usage.ru_stime - own), wall)
+        started = float((Path(folder) / "cpu").read_text())
+    return Times(usage.ru_utime + usage.ru_stime - started, started, wall)
 
 
 def table(times: dict[str, list[Times]]) -> str:
@@ -194,7 +196,9 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--lines", default="", help="only lines whose title has this text")
+    parser.add_argument(
+        "--lines", nargs="*", default=[""], help="only lines whose title has one of these texts"
+    )
     parser.add_argument("--beside", type=Path, help="another checkout of raysim")
     parser.add_argument("--out", type=Path, help="file for the table")
     options = parser.parse_args()
@@ -204,7 +208,7 @@ def main() -> None:
         other = options.beside.resolve()
         python = str(other / ".venv" / "bin" / "python")
         turns += [(f"{line.title} @ {other.name}", python, line, other) for line in RAYSIM]
-    turns = [turn for turn in turns if options.lines in turn[0]]
+    turns = [turn for turn in turns if any(text in turn[0] for text in options.lines)]
     # The first turn fills the cache of files and compiles modules; it is not counted.
     times: dict[str, list[Times]] = defaultdict(list)
     for repeat in range(options.repeats + 1):

@@ -16,6 +16,7 @@ from typing import Any
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import absolute_uri, database_of, mask_secrets
 from raysim.errors import ConfigError, RaysimError
+from raysim.imports import uncollected
 from raysim.tracking.spool import Tail
 from raysim.tracking.store_errors import brief
 
@@ -101,12 +102,14 @@ def import_mlflow(uri: str) -> Any:
     warnings.filterwarnings(
         "ignore", message="The ``noload`` loader strategy is deprecated"
     )  # MLflow's own models
-    import mlflow
+    with uncollected():
+        import mlflow
+
+        if not uri.startswith("http"):
+            import mlflow.store.db.utils
+            import mlflow.store.tracking.sqlalchemy_store
 
     if not uri.startswith("http"):
-        import mlflow.store.db.utils
-        import mlflow.store.tracking.sqlalchemy_store
-
         # The writer tries again itself; MLflow would try for a minute, also with a wrong password.
         mlflow.store.db.utils.MAX_RETRY_COUNT = 1
     logging.getLogger("mlflow.store").setLevel(logging.WARNING)

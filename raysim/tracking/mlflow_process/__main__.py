@@ -40,8 +40,10 @@ def main() -> None:
 
 def _import_mlflow() -> None:
     """Import MLflow before it is needed. The first call reports an error."""
+    from raysim.tracking import mlflow_client
+
     try:
-        import mlflow  # noqa: F401
+        mlflow_client.import_mlflow("http:")
     except Exception:
         return
 
