@@ -1,12 +1,12 @@
 """Time to start raysim, compared with bare torch, MLflow and Ray.
 
-    python benchmarks/start.py [--repeats 5] [--beside CHECKOUT] [--out FILE.md]
+    python benchmarks/start.py [--repeats 5] [--lines TEXT ...] [--beside CHECKOUT] [--out FILE]
 
 Every line of the table is a process of its own, started in an empty home. The lines take turns,
-`--repeats` times. CPU seconds are those of the process and of the children that it waited for, as
-the operating system counts them; the processes that Ray starts are not among them, so for these
-lines the wall time is what counts. The script prints Markdown with medians, smallest and largest
-values. It asserts nothing.
+`--repeats` times. CPU seconds are those of the process itself, and those of the processes that it
+started and waited for, such as the one that calls MLflow. The processes that Ray starts are not
+among them, so for these lines the wall time is what counts. The script prints Markdown with
+medians, smallest and largest values. It asserts nothing.
 
 `--beside` measures the raysim of another checkout too, in its environment `.venv`.
 """
@@ -29,6 +29,24 @@ ROOT = Path(__file__).resolve().parents[1]
 
 CPU_COUNT = 2
 """CPUs of the Ray that is started, and its actors."""
+
+STARTED = """
+import atexit, os, resource, runpy, sys
+
+def write():
+    started = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with open(os.environ.pop("CPU_FILE"), "w") as file:
+        file.write(str(started.ru_utime + started.ru_stime))
+
+atexit.register(write)
+option, what, *sys.argv[1:] = sys.argv[1:]
+if option == "-m":
+    runpy.run_module(what, run_name="__main__", alter_sys=True)
+else:
+    exec(what)
+"""
+"""Program that does what `python OPTION WHAT ARGUMENTS` does. At its end it writes the CPU time of
+the processes that it has waited for."""
 
 RAY_WITH_TORCH = f"""
 import ray
@@ -80,6 +98,8 @@ RAYSIM = [
     Line("`raysim --help`", (*COMMAND, "--help")),
     Line("`raysim list algorithms`", (*COMMAND, "list", "algorithms")),
     Line("`raysim list data`", (*COMMAND, "list", "data")),
+    Line("`raysim list pairs`", (*COMMAND, "list", "pairs")),
+    Line("`raysim list algorithms scaffold`", (*COMMAND, "list", "algorithms", "scaffold")),
     Line("a misspelled key", (*COMMAND, "run", "quickstart", "local.stepz=5"), exit_code=2),
     Line(
         "a misspelled key of a sweep",
@@ -102,8 +122,12 @@ RAYSIM = [
 class Times:
     """CPU time and wall time of one process, in seconds."""
 
-    cpu: float
+    own: float
+    """CPU time of the process."""
+    started: float
+    """CPU time of the processes that it started and waited for."""
     wall: float
+    """Wall time."""
 
 
 def measure(python: str, line: Line, checkout: Path) -> Times:
@@ -120,12 +144,13 @@ def measure(python: str, line: Line, checkout: Path) -> Times:
             "HOME": folder,
             "PYTHONPATH": str(checkout),
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+            "CPU_FILE": f"{folder}/cpu",
         }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as of an installed package
         with open(Path(folder) / "output", "wb") as output:
             began = time.perf_counter()
             process = subprocess.Popen(
-                [python, *line.arguments],
+                [python, "-c", STARTED, *line.arguments],
                 env=environment,
                 cwd=folder,
                 stdout=output,
@@ -137,15 +162,23 @@ def measure(python: str, line: Line, checkout: Path) -> Times:
         if process.returncode != line.exit_code:
             printed = (Path(folder) / "output").read_text(errors="replace").strip()
             sys.exit(f"{line.title}: exit code {process.returncode}\n{printed[-2000:]}")
-    return Times(usage.ru_utime + usage.ru_stime, wall)
+        started = float((Path(folder) / "cpu").read_text())
+    return Times(usage.ru_utime + usage.ru_stime - started, started, wall)
 
 
 def table(times: dict[str, list[Times]]) -> str:
     """Return medians and ranges as Markdown."""
-    rows = ["| | CPU seconds | range | wall seconds | range |", "|---|---:|---:|---:|---:|"]
+    rows = [
+        "| | CPU seconds | range | of its processes | range | wall seconds | range |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for title, measured in times.items():
         cells = [title]
-        for values in ([t.cpu for t in measured], [t.wall for t in measured]):
+        for values in (
+            [t.own for t in measured],
+            [t.started for t in measured],
+            [t.wall for t in measured],
+        ):
             cells.append(f"{statistics.median(values):.2f}")
             cells.append(f"{min(values):.2f} to {max(values):.2f}")
         rows.append(f"| {' | '.join(cells)} |")
@@ -163,6 +196,9 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--lines", nargs="*", default=[""], help="only lines whose title has one of these texts"
+    )
     parser.add_argument("--beside", type=Path, help="another checkout of raysim")
     parser.add_argument("--out", type=Path, help="file for the table")
     options = parser.parse_args()
@@ -172,6 +208,7 @@ def main() -> None:
         other = options.beside.resolve()
         python = str(other / ".venv" / "bin" / "python")
         turns += [(f"{line.title} @ {other.name}", python, line, other) for line in RAYSIM]
+    turns = [turn for turn in turns if any(text in turn[0] for text in options.lines)]
     # The first turn fills the cache of files and compiles modules; it is not counted.
     times: dict[str, list[Times]] = defaultdict(list)
     for repeat in range(options.repeats + 1):
@@ -179,7 +216,7 @@ def main() -> None:
             measured = measure(python, line, checkout)
             if repeat > 0:
                 times[title].append(measured)
-                print(f"{title}: {measured.cpu:.2f} s of CPU", file=sys.stderr)
+                print(f"{title}: {measured.own:.2f} s of CPU", file=sys.stderr)
 
     about = f"{processor()}, {os.cpu_count()} CPUs, Python {platform.python_version()}."
     page = f"{about}\n\n{table(times)}"

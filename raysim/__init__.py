@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from raysim.errors import ClientError, ConfigError, RaysimError
+from raysim.imports import uncollected
 from raysim.version import __version__
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ _IMPORTED_WHEN_USED = {
 def __getattr__(name: str) -> Any:
     """Import and return a public name."""
     if name in _IMPORTED_WHEN_USED:
-        return getattr(import_module(_IMPORTED_WHEN_USED[name]), name)
+        with uncollected():
+            return getattr(import_module(_IMPORTED_WHEN_USED[name]), name)
     raise AttributeError(f"module 'raysim' has no attribute '{name}'")
 
 

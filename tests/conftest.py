@@ -20,6 +20,7 @@ import pytest
 import torch
 from support.command_line import raysim_  # noqa: F401  # a fixture
 from support.mlflow_tables import made_once
+from support.mlflow_thread import call_mlflow_here
 from support.processes import client_of
 from support.quick_runs import (
     check_shipped_nets_once,
@@ -72,9 +73,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def tables_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Create the tables of an MLflow database once, and copy them: creating them takes MLflow
+    """Create the tables of an MLflow database once, and copy them; import MLflow once. Both take
     seconds."""
     with pytest.MonkeyPatch.context() as patch:
+        call_mlflow_here(patch.setattr)
         patch.setattr(
             mlflow_client,
             "import_mlflow",

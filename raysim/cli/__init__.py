@@ -6,7 +6,9 @@ ended by SIGHUP.
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import logging
 import os
 import sys
@@ -106,6 +108,8 @@ def console() -> None:
     """Execute the command line as the console script."""
     # raysim reports the first error of a round; Ray would log the same error for other calls.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    # At its end Python would go through all objects of torch to free them, for half a second.
+    atexit.register(gc.freeze)
     leave_at_once()
     output.make_lasting()
     try:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from raysim.cli.base import Configuration, Overrides, app, print_table
 from raysim.cli.progress import RunProgress, preparing, summary
 from raysim.cli.terminal import Terminal, say
 from raysim.errors import ClientError, ConfigError, counted, round_name
+from raysim.imports import uncollected
 from raysim.system import startup_stages
 
 if TYPE_CHECKING:
@@ -37,12 +39,16 @@ def run(
 ) -> None:
     """Run one experiment."""
     from raysim.prepare.early_validation import validate_early
+    from raysim.tracking.mlflow_process import connection
 
     console = Terminal(as_json)
     try:
         validate_early(config, overrides or [])
-        from raysim.prepare.checks import check_address
-        from raysim.prepare.resolve import prepare
+        if not (print_config or dry_run):
+            connection.start()  # beside the import of torch
+        with uncollected():
+            from raysim.prepare.checks import check_address
+            from raysim.prepare.resolve import prepare
 
         shown = nullcontext() if print_config or dry_run else _notes_shown(console)
         with shown, nullcontext() if print_config else preparing(console, config):
@@ -80,7 +86,13 @@ def resume(
     ] = False,
 ) -> None:
     """Resume a stopped run from its last checkpoint."""
-    from raysim.runs.resume import forked, reopen
+    from raysim.tracking.mlflow_process import connection
+    from raysim.tracking.spool import SPOOL_FILE
+
+    if (Path(run) / SPOOL_FILE).is_file():
+        connection.start()  # beside the import of torch
+    with uncollected():
+        from raysim.runs.resume import forked, reopen
 
     console = Terminal(as_json)
     with preparing(console, run):
@@ -140,14 +152,13 @@ def _dry_run(plan: Plan, console: Terminal) -> None:
     from raysim.config.sections.schedule import InFlight
     from raysim.prepare.dry_run.client_rule import compare_loop_and_lanes
 
-    seconds, bytes_up = _train_one_client(plan)
+    seconds, bytes_down, bytes_up = _train_one_client(plan)
     c = plan.config
     sizes = plan.clients.sizes
     blocks = -(-c.schedule.size // plan.block_size)
     table = Table(show_header=False, box=None)
-    table.add_row(
-        "method", f"{plan.label}: client rule {plan.client.name} × server rule {plan.server.name}"
-    )
+    for title, text in _method_rows(plan).items():
+        table.add_row(title, text)
     table.add_row("model", f"{c.model.name}, {plan.problem.size:,} parameters")
     table.add_row(
         "clients",
@@ -174,7 +185,7 @@ def _dry_run(plan: Plan, console: Terminal) -> None:
     table.add_row("schedule", f"{s.name}{flight}, client speeds {s.client_speeds.name}")
     table.add_row(
         "traffic",
-        f"{plan.bytes_down / 1e6:.3g} MB down, {bytes_up / 1e6:.3g} MB up for each client",
+        f"{bytes_down / 1e6:.3g} MB down, {bytes_up / 1e6:.3g} MB up for each client",
     )
     table.add_row("on a GPU", compare_loop_and_lanes(plan))
     table.add_row("one client", f"{seconds:.3g} s here (with warming up)")
@@ -182,14 +193,35 @@ def _dry_run(plan: Plan, console: Terminal) -> None:
     print_table(table, console)
 
 
-def _train_one_client(plan: Plan) -> tuple[float, int]:
+def _method_rows(plan: Plan) -> dict[str, str]:
+    """Return the method, its rules with all hyper-parameters, and the stages of the uploads."""
+    from raysim.runs.artifacts.description import with_parameters
+
+    rows = {
+        "method": plan.label,
+        "client rule": with_parameters(plan.client.name, plan.client),
+        "server rule": with_parameters(plan.server.name, plan.server),
+    }
+    stages = {"upload stages": plan.stages}
+    for group in plan.groups:
+        rows[f"group {group.name}"] = with_parameters(group.rule.name, group.rule)
+        if group.stages != plan.stages:
+            stages[f"upload stages of {group.name}"] = group.stages
+    for title, chain in stages.items():
+        if chain or len(stages) > 1:
+            names = [with_parameters(type(stage).__name__.lower(), stage) for stage in chain]
+            rows[title] = ", then ".join(names) or "none"
+    return rows
+
+
+def _train_one_client(plan: Plan) -> tuple[float, int, int]:
     """Train one client of the first round and update the server with its upload.
 
     Clients that may fail (`faults.on_client_error`) are skipped.
 
     Returns:
-        The training time in seconds and the bytes of the upload; nan and 0 if no client arrives in
-        that round.
+        The training time in seconds, and the bytes of the download and of the upload; nan and 0 if
+        no client arrives in that round.
 
     Raises:
         RaysimError: a client failed that may not, all clients of the round failed, or the server
@@ -220,10 +252,12 @@ def _train_one_client(plan: Plan) -> tuple[float, int]:
             cohort.dropped = set(cohort.ids) - {task.client}
             following = RoundCohort(1, [], [], [], [], [])
             inline.advance(cohort, trained, {0: broadcast}, following)
-            return trained.metrics["system/train_seconds"], trained.workers[0].clients[0].bytes
+            result = trained.workers[0].clients[0]
+            bytes_down = plan.personal.received_bytes(broadcast)
+            return trained.metrics["system/train_seconds"], bytes_down, result.bytes
     if tasks:
         raise ClientError(f"all clients of {round_name(0)} fail; the first: {failures[0]}")
-    return float("nan"), 0
+    return float("nan"), 0, 0
 
 
 def _keys_of_sweeps(overrides: Iterable[str]) -> list[str]:

@@ -21,6 +21,7 @@ from raysim.cli.completion import complete_configuration, complete_override
 from raysim.cli.progress import preparing
 from raysim.cli.terminal import Terminal, aside, say
 from raysim.errors import ConfigError
+from raysim.imports import uncollected
 from raysim.runs.progress import times
 from raysim.system import startup_stages
 
@@ -79,6 +80,7 @@ def sweep(
 ) -> None:
     """Run an experiment for many values of its keys. Run it again to complete missing trials."""
     from raysim.sweeps.reading import validate_sweep_early
+    from raysim.tracking.mlflow_process import connection
 
     if ledgers and len(ledgers) > 1:
         several = " ".join(map(str, ledgers))
@@ -89,9 +91,12 @@ def sweep(
     ledger = ledgers[0] if ledgers else None
     console = Terminal(as_json)
     validate_sweep_early(config, overrides or [])
-    from raysim.sweeps.preparation import prepare_sweep
-    from raysim.sweeps.runner import run_sweep
-    from raysim.sweeps.sweep_ledger import SweepLedger
+    if not dry_run:
+        connection.start()  # beside the import of torch
+    with uncollected():
+        from raysim.sweeps.preparation import prepare_sweep
+        from raysim.sweeps.runner import run_sweep
+        from raysim.sweeps.sweep_ledger import SweepLedger
 
     with preparing(console, "checking the trials"):
         planned = prepare_sweep(config, overrides or [], folder, where or [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 
@@ -52,6 +53,21 @@ TRAINERS: dict[TrainingMode, type[Trainer]] = {
 LOSS_BATCH_SIZE = 512
 """Examples in a pass of the evaluation of candidates. It is not a setting, because its last digits
 decide who is selected."""
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Give torch this many threads inside the block.
+
+    Args:
+        count: number of threads.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def configure_process(resources: Resources, on_gpu: bool) -> Callable[[], None]:

@@ -21,6 +21,7 @@ from raysim.data import Dataset, load_dataset
 from raysim.data.partition.groups import local_of_groups
 from raysim.engine import early_stop, probes
 from raysim.engine.plan import Plan, measures_clients
+from raysim.engine.process_setup import torch_threads
 from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import sample_outputs
 from raysim.models.checks.deterministic_layers import check_deterministic_layers
@@ -114,6 +115,13 @@ def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = lo
     config = load_config(raw)
     for key, step_sizes in config.own_step_sizes().items():
         step_sizes.compute(key, config.rounds)
+    # Passes over a few examples are not worth the threads, which wait for work by computing.
+    with torch_threads(config.resources.threads):
+        return _resolved(config, load)
+
+
+def _resolved(config: Config, load: Callable[[AnyData], Dataset]) -> Plan:
+    """Return the plan of a validated configuration, whose rules pass the dry run."""
     rules = build_rules(config)
     workload = build_problem(config, rules, load)
     attached = probes.attached(config)

@@ -43,6 +43,7 @@ from raysim.server.central_server import evaluated_params
 from raysim.system import files, lock, output, processes, startup_stages
 from raysim.system.signals import Signals, stoppable
 from raysim.tracking.followers import FollowedRun, require_packages
+from raysim.tracking.mlflow_process import connection
 from raysim.tracking.recorder import Recorder, Status, Untracked
 from raysim.tracking.spool import SPOOL_FILE
 from raysim.tracking.tracker import Tracker
@@ -94,6 +95,8 @@ def run(
     """
     if isinstance(tracking, Mapping):
         keys["tracking"] = tracking
+    if tracking:
+        connection.start()
     with shown(progress) as shown_for:
         plan = prepare(named_source(source), {**named_inputs(overrides), **named_inputs(keys)})
         check_address(plan.config)

@@ -18,7 +18,8 @@ from raysim.models.initial.weights import PARAMETERS_FILE
 from raysim.runs.provenance import REQUIREMENTS_FILE, installed_packages
 from raysim.system import files, lock
 from raysim.system.output import REST_FILE
-from raysim.tracking import mlflow_client, spool
+from raysim.tracking import spool
+from raysim.tracking.mlflow_process.run_client import folder_of_tracked_run
 
 HISTORY_FILE = "history.csv"
 """Table of the metrics, one row per round."""
@@ -43,7 +44,7 @@ def find_run_dir(run: str | Path, tracking_uri: str | None = None) -> Path:
     """
     folder = Path(run)
     if not folder.exists() and re.fullmatch("[0-9a-f]{32}", str(run)):
-        folder = Path(mlflow_client.folder_of_tracked_run(str(run), tracking_uri))
+        folder = Path(folder_of_tracked_run(str(run), tracking_uri))
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
             f"{folder} holds no run (no config.yaml); give the folder that `raysim run` printed"

@@ -30,6 +30,7 @@ from raysim.sweeps.sweep_ledger import SweepLedger
 from raysim.sweeps.trial import labels_of
 from raysim.system import files, output, processes
 from raysim.system.signals import stoppable
+from raysim.tracking.mlflow_process import connection
 from raysim.tracking.recorder import Recorder
 from raysim.tracking.spool_sender import Writer
 from raysim.tracking.tracker import Tracker
@@ -71,6 +72,7 @@ def sweep(
         ConfigError: a trial cannot run, or the ledger cannot be used; nothing has started.
         RaysimError: the tracking store cannot be used, or another sweep runs in the same folder.
     """
+    connection.start()
     inputs = named_inputs(overrides, several=True)
     planned = prepare_sweep(named_source(source), inputs, folder, where)
     book = None if ledger is None else SweepLedger(ledger, planned, logger.warning)

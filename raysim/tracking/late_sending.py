@@ -10,12 +10,12 @@ from typing import Any
 
 from raysim.config.tracking_uri import database_of, mask_secrets, restored_uri
 from raysim.errors import ConfigError, RaysimError
-from raysim.tracking import mlflow_client
-from raysim.tracking.mlflow_client import brief
-from raysim.tracking.mlflow_run import FileRefused, RunClient, RunDeleted
+from raysim.tracking.mlflow_process.connection import Connection
+from raysim.tracking.mlflow_process.run_client import RunClient
 from raysim.tracking.recorder import Clock, legal
 from raysim.tracking.spool import SPOOL_FILE, Spool
 from raysim.tracking.spool_sender import advance, new_run_option, send_postponed
+from raysim.tracking.store_errors import FileRefused, RunDeleted, brief, remedy
 
 
 def replay_spool(run_dir: Path, to_a_new_run: bool = False) -> int:
@@ -39,7 +39,7 @@ def replay_spool(run_dir: Path, to_a_new_run: bool = False) -> int:
             f"{run_dir}: nothing was tracked here (there is no {SPOOL_FILE}); give a run's folder"
         )
     spool = Spool(run_dir)
-    with contextlib.closing(spool):
+    with contextlib.closing(spool), contextlib.closing(Connection()) as connection:
         start = spool.last("start")
         uri = _where_it_is(start, spool.path.parent) if start else ""
         database = database_of(uri)
@@ -54,7 +54,14 @@ def replay_spool(run_dir: Path, to_a_new_run: bool = False) -> int:
                 f"{run_dir / SPOOL_FILE} has no record of the start of a run; put the file back "
                 "from a copy"
             )
-        server = RunClient(restored_uri(uri), start["experiment"], spool.run_id, run_dir, replaces)
+        server = RunClient(
+            connection,
+            restored_uri(uri),
+            start["experiment"],
+            spool.run_id,
+            run_dir,
+            replaces,
+        )
         try:
             while advance(spool, server):
                 pass
@@ -120,8 +127,4 @@ def _remedy(server: RunClient, error: Exception) -> str:
     """Return advice for records that cannot be sent."""
     if isinstance(error, FileRefused):
         return "Make the artifact store of the run usable from here"
-    return (
-        "Restore the run"
-        if isinstance(error, RunDeleted)
-        else mlflow_client.remedy(server.uri, error)
-    )
+    return "Restore the run" if isinstance(error, RunDeleted) else remedy(server.uri, error)

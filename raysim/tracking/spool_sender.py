@@ -1,7 +1,7 @@
 """The thread that sends spooled records to a tracking store.
 
 It sends many rounds in one batch, about once a second, with increasing pauses while the server is
-down. Only this thread imports and calls MLflow, whichever processes train the runs.
+down. A process of its own calls MLflow (`raysim.tracking.mlflow_process`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from raysim.config.tracking_uri import mask_secrets
-from raysim.tracking import mlflow_client
-from raysim.tracking.mlflow_client import brief
-from raysim.tracking.mlflow_run import FileRefused, Refused, RunClient, RunDeleted
+from raysim.tracking.mlflow_process.connection import Connection
+from raysim.tracking.mlflow_process.run_client import RunClient
 from raysim.tracking.spool import Tail
+from raysim.tracking.store_errors import FileRefused, Refused, RunDeleted, brief
 
 logger = logging.getLogger("raysim.tracking")
 
@@ -50,6 +50,8 @@ class Writer:
         kept: str = "The runs continue; their records are kept in their folders",
     ) -> None:
         self._uri, self._experiment, self._kept = uri, experiment, kept
+        self.connection = Connection()
+        """The writer's connection to the process that calls MLflow."""
         self._followed: list[tuple[Tail, RunClient]] = []
         self._folders: list[Path] = []
         self.error: Exception | None = None
@@ -61,7 +63,6 @@ class Writer:
         self._down_since: float | None = None
         self._attempts = self._sent = self._beats = 0
         self._news = threading.Condition()
-        self._imported = threading.Event()
         self._hurry = threading.Event()
         self._closing = threading.Event()
         self._stop = threading.Event()
@@ -81,7 +82,8 @@ class Writer:
         """
         tail = Tail(run_dir)
         self._folders.append(run_dir)
-        self.send(tail, RunClient(self._uri, self._experiment, tail.run_id, run_dir))
+        client = RunClient(self.connection, self._uri, self._experiment, tail.run_id, run_dir)
+        self.send(tail, client)
 
     def send(self, spool: Tail, client: RunClient) -> None:
         """Send a spool, beginning with what was left in it. The writer closes it at the end.
@@ -136,8 +138,7 @@ class Writer:
             patience = DRAIN_TIMEOUT_S["up" if self._down_since is None else "down"]
             self._thread.join(min(patience, deadline - time.monotonic()))
         self.stop()
-        # Python may abort if it exits while a thread imports.
-        self._thread.join(0.5 if self._imported.is_set() else START_TIMEOUT_S["database"])
+        self._thread.join(0.5)
         if left := [folder for folder in self._folders if Tail(folder).pending]:
             logger.warning(
                 "the records of %d runs were not all sent to %s (%s); they are kept in their "
@@ -161,8 +162,8 @@ class Writer:
     def _write(self) -> None:
         """Send the records until the end."""
         with contextlib.suppress(Exception):  # reported when it is needed
-            mlflow_client.import_mlflow(self._uri)  # while the executor opens
-        self._imported.set()
+            # While the executor opens.
+            self.connection.request({"call": "import", "uri": self._uri})
         self._beat()
         while not self._stop.is_set():
             closing = self._closing.is_set()
@@ -182,6 +183,7 @@ class Writer:
             self._hurry.clear()
         for spool, _ in self._followed:
             spool.close()
+        self.connection.close()
 
     def _send_all(self) -> bool:
         """Send the pending records of all runs once; return whether there were any."""
@@ -261,6 +263,7 @@ def advance(spool: Tail, server: RunClient) -> int:
             mask_secrets(server.uri),
             refusal,
         )
+        server.refuses_files = True
         spool.postpone(first)
         return 1
     spool.acknowledge(count, server.run_id)

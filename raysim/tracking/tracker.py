@@ -1,8 +1,9 @@
 """MLflow, without the engine ever waiting for it.
 
 The engine writes its records to a spool in the run's folder (`raysim.tracking.spool`). One writer
-thread follows that file and sends the records (`raysim.tracking.spool_sender`). In a sweep each
-trial's process only spools, and one writer sends the records of all.
+thread follows that file and sends the records (`raysim.tracking.spool_sender`) to a process that
+calls MLflow (`raysim.tracking.mlflow_process`). In a sweep each trial's process only spools, and
+one writer sends the records of all.
 
 No record is lost: after a crash of the run or of the server, `replay_spool` (on the command line:
 raysim tracking sync RUN_DIR) sends exactly the records that are missing. Records may be sent twice
@@ -21,11 +22,10 @@ from typing import Any
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import absolute_uri, database_of, mask_secrets, restored_uri
 from raysim.errors import RaysimError
-from raysim.tracking import mlflow_client
-from raysim.tracking.mlflow_client import brief
-from raysim.tracking.mlflow_run import FileRefused, RunClient, RunDeleted
+from raysim.tracking.mlflow_process.run_client import RunClient
 from raysim.tracking.recorder import Recorder, Status
 from raysim.tracking.spool_sender import DRAIN_TIMEOUT_S, Writer, new_run_option
+from raysim.tracking.store_errors import FileRefused, RunDeleted, brief, remedy
 
 logger = logging.getLogger("raysim.tracking")
 
@@ -49,9 +49,11 @@ class Tracker(Recorder):
             absolute_uri(restored_uri(tracking.uri)), tracking.experiment, run_dir, parent
         )
         self.required = tracking.required
-        self._server = RunClient(self._uri, self._experiment, self._spool.run_id, run_dir)
         kept = f"The run continues; records are kept in {self._spool.path}"
         self._writer = Writer(self._uri, self._experiment, kept)
+        self._server = RunClient(
+            self._writer.connection, self._uri, self._experiment, self._spool.run_id, run_dir
+        )
         self._started = False
 
     @property
@@ -103,7 +105,7 @@ class Tracker(Recorder):
             self._key = ""  # there is no run
             raise RaysimError(
                 f"tracking.uri: {mask_secrets(self._server.uri)} cannot be used: {brief(error)}. "
-                f"{mlflow_client.remedy(self._uri, error)}, "
+                f"{remedy(self._uri, error)}, "
                 "or set tracking.required=false to run without it (what is tracked is then kept "
                 "and sent later)"
             ) from None
@@ -127,7 +129,7 @@ class Tracker(Recorder):
         self._closing.set()
         if self.pending:
             self._send()
-        else:  # nothing was begun, and the writer may still be importing
+        else:  # nothing was begun, and MLflow may still be imported
             self._writer.stop()
             self._spool.close()
         self._writer.finish(DRAIN_TIMEOUT_S["up"])
@@ -150,9 +152,9 @@ class Tracker(Recorder):
         )
         refused = isinstance(error, FileRefused | RunDeleted)
         if self.required and database_of(self._server.uri) and error is not None and not refused:
-            remedy = mlflow_client.remedy(self._uri, error)
+            advice = remedy(self._uri, error)
             self.failure = (
                 f"tracking.uri: {self.pending} records of this run are not in "
                 f"{self._server.uri}: {brief(error)}. The run itself is complete in "
-                f"{self._spool.path.parent}. {remedy}, then: {command}"
+                f"{self._spool.path.parent}. {advice}, then: {command}"
             )

@@ -20,7 +20,8 @@ from raysim.config.tracking_uri import absolute_uri, mask_secrets, restored_uri
 from raysim.errors import ConfigError, RaysimError
 from raysim.spelling import did_you_mean
 from raysim.tracking import charts
-from raysim.tracking.mlflow_client import connected, open_store
+from raysim.tracking.mlflow_client import open_store
+from raysim.tracking.mlflow_process.run_client import find_run
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment
@@ -72,11 +73,11 @@ def hint(tracking: Tracking, run_id: str = "") -> str:
         return f"raysim ui {tracking.experiment}{other}   (run {run_id})"
     address = mask_secrets(uri)
     try:
-        run = connected(restored_uri(uri)).get_run(run_id)
+        experiment_id, _ = find_run(restored_uri(uri), run_id)
     except Exception:
         # The server is down, or it has not received the run yet.
         return f"{link(address)}   (run {run_id})"
-    return f"{address}/#/experiments/{run.info.experiment_id}/runs/{run_id}?{VIEW}"
+    return f"{address}/#/experiments/{experiment_id}/runs/{run_id}?{VIEW}"
 
 
 def find_experiment(uri: str, name: str) -> Experiment | None:

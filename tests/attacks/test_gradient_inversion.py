@@ -31,6 +31,7 @@ from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.tracking import mlflow_client
 from raysim.tracking.late_sending import replay_spool
+from raysim.tracking.mlflow_process import store
 from raysim.training.messages import Broadcast
 from raysim.training.tasks.pure_task import PureTask
 
@@ -561,7 +562,7 @@ def test_the_command_writes_shows_and_tracks(attacked, tmp_path, caplog, monkeyp
 
     with monkeypatch.context() as patch:  # the tracking server cannot be reached
         patch.setattr(
-            mlflow_client,
+            store,
             "open_experiment",
             lambda *_: (_ for _ in ()).throw(ConnectionError("refused")),
         )

@@ -108,7 +108,9 @@ def test_dry_run_trains_one_client_here_and_starts_nothing(raysim_, monkeypatch)
     said = raysim_("run", "quickstart", "--dry-run")
     assert said.code == 0 and not list(Path().iterdir())
     for text in (
-        "gradma × server rule gradma",
+        'client rule  gradma (qp_scope="whole"',
+        "server rule  gradma (lr=1.0",
+        "beta2=0.5, memory=100",
         "mlp, 4,810 parameters",
         "100, samples",
         "10 clients in",
@@ -118,6 +120,34 @@ def test_dry_run_trains_one_client_here_and_starts_nothing(raysim_, monkeypatch)
         assert text in said.out
     assert prepare("quickstart").config.fingerprint in said.out
     assert raysim_("run", "quickstart", "--dry-run", "local.lr=1e30").code == 1
+
+
+def test_dry_run_shows_the_stages_of_the_uploads(raysim_):
+    chain = "local.upload=[{name: topk, share: 0.1}, {name: qsgd}]"
+    said = raysim_("run", "quickstart", "algorithm=fedavg", chain, "--dry-run")
+    assert said.code == 0, said.err
+    row = next(line for line in said.out.splitlines() if line.startswith("upload stages"))
+    assert "topk (of=null, error_feedback=false, share=0.1), then qsgd (" in row
+    groups = "groups={plain: {share: 0.5, local: {upload: []}}}"
+    said = raysim_("run", "quickstart", "algorithm=fedavg", chain, groups, "--dry-run")
+    rows = dict(line.split("  ", 1) for line in said.out.splitlines() if "  " in line)
+    assert rows["upload stages of plain"].strip() == "none"
+    assert rows["group plain"].strip() == "fedavg"
+
+
+@pytest.mark.ray
+def test_a_dry_run_imports_no_compiler(tmp_path):
+    """Which takes longer than all the rest."""
+    code = """
+import sys, raysim.cli
+sys.argv = ["raysim", "run", "quickstart", "--dry-run"]
+try: raysim.cli.main()
+finally: assert not {"torch._dynamo", "sympy", "mlflow", "ray"} & set(sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=tmp_path
+    )
+    assert done.returncode == 0 and "captured" in done.stdout, done.stderr
 
 
 RAISING = program("cli_raising")

@@ -6,6 +6,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -63,7 +65,7 @@ def test_a_method_has_a_page(raysim_):
     assert lines[1].split() == ["paper", "Luo", "2023"]
     assert any("gradma/tune_mnist" in line for line in lines if line.startswith("configurations"))
     said = [" ".join(line.split()) for line in lines]
-    assert "algorithm.beta1 server 0.9 Momentum." in said
+    assert "algorithm.beta1 server 0.9 number or [[integer, number], ...] Momentum." in said
     assert any(line.endswith("a schedule [[round, value], ...].") for line in said)
 
 
@@ -112,11 +114,12 @@ class Own(nn.Sequential):
 
 
 PAGES = {
-    ("stages", "topk"): "share 0.01 k as a share of P",
-    ("probes", "evaluate.forgetting"): "evaluate.forgetting.window 10 Past rounds",
+    ("stages", "topk"): "share 0.01 number > 0, ≤ 1 k as a share of P",
+    ("probes", "evaluate.forgetting"): "evaluate.forgetting.window 10 integer Past rounds",
     ("servers", "fedadam"): "server.beta1",
     ("tasks", "next_token"): "task.vocabulary",
     ("partitions", "dirichlet"): "partition.alpha (required)",
+    ("schedules", "kasync"): 'schedule.client_speeds {"name": "uniform_arrival"} section',
     ("sampling", "poisson"): "schedule.sampling={name: poisson}",
     ("privacy", "client"): "privacy.noise_multiplier",
 }
@@ -128,7 +131,48 @@ def test_the_page_of_what_has_keys_lists_them(raysim_, what, line):
     assert said.code == 0, said.err
     assert any(line in " ".join(row.split()) for row in said.out.splitlines())
     rows = raysim_("list", *what, "--json").last
-    assert all(set(row) == {"key", "default", "what"} and row["what"] for row in rows)
+    assert all(set(row) == {"key", "default", "values", "what"} for row in rows)
+    assert all(row["values"] and row["what"] for row in rows)
+
+
+def test_the_page_of_a_method_has_the_bounds_of_its_keys(raysim_):
+    rows = {
+        row["key"]: row
+        for row in raysim_("list", "algorithms", "fedhist", "--json").last["hyper-parameters"]
+    }
+    values = {key.removeprefix("algorithm."): row["values"] for key, row in rows.items()}
+    assert values["theta"] == "number ≥ -1, ≤ 1" and values["length"] == "integer ≥ 0, ≤ 100000"
+    assert values["lr"] == "number or [[integer, number], ...]"
+    assert values["ina"] == "true | false" and values["history"] == "float32 | float16"
+
+
+def test_keys_of_types_that_no_file_has_are_listed(raysim_, tmp_path):
+    (tmp_path / "own.py").write_text("""from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from raysim.rules import ClientRule
+
+
+@dataclass(frozen=True)
+class Own(ClientRule):
+    mask: Tensor | None = None
+    map: Callable | None = None
+""")
+    said = raysim_("list", "algorithms", f"{tmp_path}/own.py:Own", "--json")
+    keys = {row["key"]: row["values"] for row in said.last["hyper-parameters"]}
+    assert said.code == 0 and keys["algorithm.mask"] == keys["algorithm.map"] == ""
+
+
+@pytest.mark.parametrize("what", [["pairs"], ["algorithms", "scaffold"]])
+def test_what_ships_is_listed_without_torch(what):
+    code = (
+        f"import sys, raysim.cli\nsys.argv = ['raysim', 'list', *{what}]\n"
+        "try: raysim.cli.main()\nfinally: assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "scaffold" in done.stdout, done.stderr
 
 
 def test_control_characters_of_names_are_not_printed(capsys):

@@ -39,13 +39,14 @@ class Store:
     def get_run(self, run_id: str) -> Any:
         if run_id != "abc":
             raise OSError("there is no such run")
-        return SimpleNamespace(info=SimpleNamespace(experiment_id="3"))
+        return SimpleNamespace(
+            info=SimpleNamespace(experiment_id="3"), data=SimpleNamespace(tags={})
+        )
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (mlflow_client, ui):
-        monkeypatch.setattr(module, "connected", lambda uri: Store())
+    monkeypatch.setattr(mlflow_client, "connected", lambda uri: Store())
 
 
 @pytest.fixture

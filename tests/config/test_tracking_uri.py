@@ -23,9 +23,9 @@ from raysim.config.tracking_uri import (
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import read_run_config
 from raysim.runs.resume import reopen
-from raysim.tracking import mlflow_client
 from raysim.tracking import spool_sender as tracking
 from raysim.tracking.late_sending import replay_spool
+from raysim.tracking.mlflow_process.run_client import folder_of_tracked_run
 from raysim.tracking.tracker import Tracker
 
 SECRETS = ("pass1", "pass2", "t0ken")
@@ -209,8 +209,7 @@ def test_a_database_in_a_folder_with_a_quote_works(base, tmp_path, monkeypatch):
     config = {**base, "rounds": 1, "algorithm": "fedavg", "run_dir": None}
     done = raysim.run(config, tracking={"uri": "sqlite:///ml'flow.db", "experiment": "it's"})
     assert (
-        Path(mlflow_client.folder_of_tracked_run(done.run_id, "sqlite:///ml'flow.db"))
-        == done.run_dir.absolute()
+        Path(folder_of_tracked_run(done.run_id, "sqlite:///ml'flow.db")) == done.run_dir.absolute()
     )
     kept = Path("mlartifacts", done.run_id, "artifacts", "history.csv")
     assert kept.is_file()

@@ -25,6 +25,7 @@ import raysim.sweeps.runner  # noqa: F401
 from raysim import cli  # noqa: F401
 from raysim.tracking import mlflow_client
 from support.mlflow_tables import made_once
+from support.mlflow_thread import call_mlflow_here
 from support.quick_runs import leave_out_pictures, leave_out_syncs
 
 
@@ -59,6 +60,7 @@ def main() -> None:
     torch.set_num_threads(1)
     mlflow_client.import_mlflow("sqlite:///:memory:")
     mlflow_client.import_mlflow = made_once(Path(sys.argv[1]))
+    call_mlflow_here(setattr)
     leave_out_pictures(setattr)
     leave_out_syncs()
     gc.freeze()

@@ -16,6 +16,8 @@ from raysim.config.sections.storage import Tracking
 from raysim.errors import RaysimError
 from raysim.tracking import spool_sender as tracking
 from raysim.tracking.late_sending import replay_spool
+from raysim.tracking.mlflow_process import store
+from raysim.tracking.mlflow_process.stored_run import StoredRun
 from raysim.tracking.recorder import Recorder
 from raysim.tracking.spool import Tail
 from raysim.tracking.spool_sender import Writer
@@ -112,12 +114,13 @@ def test_files_of_a_sweep_block_no_metrics(settings: Tracking, tmp_path: Path, r
         assert client(settings.uri).get_run(tail.run_id).info.status == "FINISHED"
 
 
-def test_a_server_that_names_a_local_folder_gets_no_file(tmp_path: Path) -> None:
+def test_a_server_that_names_a_local_folder_gets_no_file(tmp_path: Path, monkeypatch) -> None:
     """It could have files written anywhere on this machine."""
     settings = Tracking(uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="lies")
+    answered = (tmp_path / "elsewhere").as_uri()
+    monkeypatch.setattr(store, "artifact_location", lambda uri: answered)
+    monkeypatch.setattr(StoredRun, "is_server", True)
     tracker = Tracker(settings, tmp_path / "run")
-    tracker._server._is_server = True
-    tracker._server._artifacts = (tmp_path / "elsewhere").as_uri()  # what the server answers
     run_id = tracker.start("run", {}, {})
     train(tracker, tmp_path / "run")
     tracker.finish("FINISHED")

@@ -15,10 +15,11 @@ from support.processes import basic, client_of
 import raysim
 from raysim.config.sections.storage import Tracking
 from raysim.errors import RaysimError
-from raysim.tracking import mlflow_client
+from raysim.tracking import mlflow_client, store_errors
 from raysim.tracking import spool_sender as tracking
 from raysim.tracking.late_sending import replay_spool
-from raysim.tracking.mlflow_client import brief
+from raysim.tracking.mlflow_process import store
+from raysim.tracking.store_errors import brief
 from raysim.tracking.tracker import Tracker
 
 
@@ -53,7 +54,7 @@ from raysim.tracking.tracker import Tracker
 def test_the_advice_fits_the_error(uri: str, error: Exception, advice: str, monkeypatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    remedy = mlflow_client.remedy(uri, error)
+    remedy = store_errors.remedy(uri, error)
     assert advice in remedy and "secret" not in remedy
     assert ("mlflow server" in remedy) == uri.startswith("http")
 
@@ -61,10 +62,10 @@ def test_the_advice_fits_the_error(uri: str, error: Exception, advice: str, monk
 def test_a_proxy_in_the_way_is_named(monkeypatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "other")
-    advice = mlflow_client.remedy("http://tracking:5000", None)
+    advice = store_errors.remedy("http://tracking:5000", None)
     assert "http_proxy" in advice and "add tracking to NO_PROXY" in advice
     monkeypatch.setenv("no_proxy", "tracking")
-    assert "proxy" not in mlflow_client.remedy("http://tracking:5000", None)
+    assert "proxy" not in store_errors.remedy("http://tracking:5000", None)
 
 
 def test_control_characters_of_a_server_do_not_reach_the_terminal() -> None:
@@ -75,14 +76,14 @@ def test_a_locked_database_is_awaited(tmp_path: Path, monkeypatch) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client_of(uri).search_experiments()
     errors = [RuntimeError("(sqlite3.OperationalError) database is locked")] * 2
-    connect = mlflow_client.open_experiment
+    connect = store.open_experiment
 
-    def locked(*arguments: str) -> tuple[Any, str]:
+    def locked(*arguments: Any) -> tuple[Any, str]:
         if errors:
             raise errors.pop()
         return connect(*arguments)
 
-    monkeypatch.setattr(mlflow_client, "open_experiment", locked)
+    monkeypatch.setattr(store, "open_experiment", locked)
     tracker = Tracker(Tracking(uri=uri, experiment="locked"), tmp_path / "run")
     assert tracker.start("run", {}, {})
     tracker.finish("FINISHED")
@@ -95,6 +96,7 @@ def test_tables_are_made_in_one_step(tmp_path: Path, monkeypatch) -> None:
     mlflow = mlflow_client.import_mlflow(uri)
     (tmp_path / ".partial-mlflow.db").write_text("half a database")
     made: list[Path] = []
+    notes: list[str] = []
 
     class Killed(mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore):
         def __init__(self, store_uri: str, artifacts: str) -> None:
@@ -106,10 +108,10 @@ def test_tables_are_made_in_one_step(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(mlflow.store.tracking.sqlalchemy_store, "SqlAlchemyStore", Killed)
     with pytest.raises(SystemExit):
-        mlflow_client.open_experiment(uri, "experiment", mlflow_client.artifact_location(uri))
+        store.open_experiment(uri, "experiment", store.artifact_location(uri), notes.append)
     assert [path.name for path in made] == [".partial-mlflow.db"]
     assert not (tmp_path / "mlflow.db").exists()
-    mlflow_client.open_experiment(uri, "experiment", mlflow_client.artifact_location(uri))
+    store.open_experiment(uri, "experiment", store.artifact_location(uri), notes.append)
     assert (tmp_path / "mlflow.db").exists() and not (tmp_path / ".partial-mlflow.db").exists()
 
 

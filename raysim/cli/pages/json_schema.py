@@ -1,7 +1,8 @@
 """JSON Schema of a configuration file, for editors and for shell completion.
 
-configs/schema.json is the schema of what ships with raysim, with the rows that `raysim list`
-prints. A test compares it with the code; after a change of the configuration, generate it again:
+configs/schema.json is the schema of what ships with raysim, with the rows and the pages of methods
+that `raysim list` prints. A test compares it with the code; after a change of the configuration,
+generate it again:
 
     raysim schema --shipped > configs/schema.json
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, TypeAdapter, create_model
 
-from raysim.cli.pages import lists
+from raysim.cli.pages import lists, method_page
 from raysim.cli.pages.keys import keys_of
 from raysim.config import entry_points
 from raysim.config.sections.base import Named, Section
@@ -139,6 +140,7 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     plain = _without_noise(whole)
     if distribution is not None:
         plain[lists.IN_SCHEMA] = lists.shipped_rows()
+        plain[method_page.IN_SCHEMA] = method_page.shipped_pages()
     return plain
 
 

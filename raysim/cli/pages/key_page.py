@@ -7,12 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from raysim.cli.completion import PLACES
-from raysim.cli.pages.keys import NO_DEFAULT, first_paragraph, keys_of, net_keys, print_page
+from raysim.cli.pages.keys import (
+    NO_DEFAULT,
+    first_paragraph,
+    keys_of,
+    net_keys,
+    print_page,
+    values_of_keys,
+)
 from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean
 
 KeyRow = dict[str, str]
-"""Name, default and meaning of a key."""
+"""Name, default, values and meaning of a key."""
 
 LISTS = ("evaluate.probes", "local.upload")
 """Keys whose values are lists, so that the keys of an entry have no path of their own."""
@@ -32,11 +39,22 @@ def key_page(listing: str, name: str) -> list[KeyRow]:
         ConfigError: there is no such entry.
     """
     prefix = _prefix(listing, name)
-    keys = net_keys(name) if listing == "models" else keys_of(_part(listing, name))
+    if listing == "models":
+        return [
+            {"key": prefix + key.name, "default": key.default_text, "what": key.meaning}
+            for key in net_keys(name)
+        ]
+    part = _part(listing, name)
+    values = values_of_keys(part)
     return [
-        {"key": prefix + key.name, "default": key.default_text, "what": key.meaning}
-        for key in keys
-        if listing == "models" or key.name not in TAGS
+        {
+            "key": prefix + key.name,
+            "default": key.default_text,
+            "values": values.get(key.name, ""),
+            "what": key.meaning,
+        }
+        for key in keys_of(part)
+        if key.name not in TAGS
     ]
 
 

@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass
 from itertools import pairwise
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, PydanticUserError, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 from rich.table import Table
@@ -71,6 +71,47 @@ def keys_of(part: type[Any], settings: Mapping[str, Any] | None = None) -> list[
         # A server rule that counts clients equally refuses weights.
         if not (field.name == "weights" and getattr(part, "counts_equally", False))
     ]
+
+
+def values_of_keys(part: type[Any]) -> dict[str, str]:
+    """Return the values that each key of a section or of a dataclass may have.
+
+    Args:
+        part: the class.
+
+    Returns:
+        Such as "number > 0" or "exact | sum", by key; {} if its types are not those of a file.
+    """
+    try:
+        schema = TypeAdapter(part).json_schema()
+    except (PydanticUserError, NameError, TypeError):  # users' classes have any types
+        return {}
+    schema = schema.get("$defs", {}).get(part.__name__, schema)
+    return {key: _values(kind) for key, kind in schema.get("properties", {}).items()}
+
+
+BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+"""Signs of the bounds of a number, by their names in a JSON Schema."""
+
+
+def _values(kind: Mapping[str, Any]) -> str:
+    """Return the values that a JSON Schema allows."""
+    if "$ref" in kind or "oneOf" in kind:
+        return "section"
+    if "anyOf" in kind:
+        return " or ".join(filter(None, dict.fromkeys(map(_values, kind["anyOf"]))))
+    if "enum" in kind:
+        return " | ".join(map(str, kind["enum"]))
+    if "const" in kind:
+        return str(kind["const"])
+    if "prefixItems" in kind:
+        return f"[{', '.join(map(_values, kind['prefixItems']))}]"
+    if kind.get("type") == "array":
+        return f"[{_values(kind.get('items', {}))}, ...]"
+    if kind.get("type") == "boolean":
+        return "true | false"
+    bounds = [f"{sign} {kind[name]:g}" for name, sign in BOUNDS.items() if name in kind]
+    return " ".join([kind.get("type", ""), ", ".join(bounds)]).strip()
 
 
 def net_keys(name: str) -> list[Key]:

@@ -46,12 +46,20 @@ def rows(listing: str) -> list[CatalogueRow]:
     if group is not None and entry_points.entry_points(group):
         found = LISTABLE[listing]()
     else:
-        schema = json.loads(shipped_files("json")["schema"].read_text(encoding="utf-8"))
-        found = schema[IN_SCHEMA][listing]
+        found = in_shipped_schema(IN_SCHEMA)[listing]
     if listing == "data":
         for row in found:
             row["here"] = _presence(row["here"])
     return found
+
+
+def in_shipped_schema(key: str) -> dict[str, Any]:
+    """Return what the shipped JSON Schema holds under a key of raysim.
+
+    Args:
+        key: such as `IN_SCHEMA`.
+    """
+    return json.loads(shipped_files("json")["schema"].read_text(encoding="utf-8"))[key]
 
 
 def shipped_rows() -> dict[str, list[CatalogueRow]]:
@@ -267,6 +275,7 @@ LISTS_OF_CODE: dict[str, EntryPointGroup | None] = {
     "algorithms": entry_points.ALGORITHMS,
     "clients": entry_points.ALGORITHMS,
     "servers": entry_points.ALGORITHMS,
+    "pairs": None,
     "models": entry_points.MODELS,
     "tasks": None,
     "probes": entry_points.PROBES,

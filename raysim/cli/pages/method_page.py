@@ -8,11 +8,19 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysim.cli.pages.keys import first_paragraph, keys_of, plain, print_page
+from raysim.cli.pages import lists
+from raysim.cli.pages.keys import first_paragraph, keys_of, plain, print_page, values_of_keys
+from raysim.config import entry_points
+from raysim.config.shipped_files import shipped_files
 
 if TYPE_CHECKING:
     from raysim.rules.contract import Algorithm
     from raysim.rules.rule import Rule
+
+
+IN_SCHEMA = "x-methods"
+"""Key of the shipped JSON Schema for the facts about the shipped methods, which `shipped_pages`
+returns: to find them takes seconds."""
 
 
 def method_page(name: str) -> dict[str, Any]:
@@ -27,14 +35,30 @@ def method_page(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such method.
     """
-    from raysim.config.shipped_files import shipped_files
-    from raysim.rules import contract
+    shipped = lists.in_shipped_schema(IN_SCHEMA).get(name)
+    if shipped is None or entry_points.find_reference(entry_points.ALGORITHMS, name) is not None:
+        return {**_facts(name), "configurations": []}
+    word = re.compile(rf"\b{re.escape(name)}\b")
+    files = [key for key, path in shipped_files().items() if word.search(path.read_text())]
+    return {**shipped, "configurations": files}
+
+
+def shipped_pages() -> dict[str, dict[str, Any]]:
+    """Return the facts about each method that ships with raysim, by its name.
+
+    The list of configurations is left out: other files determine it.
+    """
+    from raysim.rules.methods import registry
+
+    catalogue = registry.catalogue("algorithm")
+    return {name: _facts(name) for name, _, origin in catalogue if origin == "raysim"}
+
+
+def _facts(name: str) -> dict[str, Any]:
+    """Return the facts about a method that its code states."""
     from raysim.rules.methods import registry
 
     method = registry.find_rule("algorithm", registry.full_reference("algorithm", name))
-    word = re.compile(rf"\b{re.escape(method.name)}\b")
-    is_shipped = contract.ALGORITHMS.get(method.name) is method
-    files = shipped_files() if is_shipped else {}
     return {
         "name": method.name,
         "paper": method.paper,
@@ -46,7 +70,6 @@ def method_page(name: str) -> dict[str, Any]:
         "presets": plain(method.presets),
         "defaults": plain(method.defaults),
         "command": command(method),
-        "configurations": [key for key, path in files.items() if word.search(path.read_text())],
     }
 
 
@@ -91,11 +114,13 @@ def _hyper_parameters(method: Algorithm) -> list[dict[str, str]]:
     """Return a row for each hyper-parameter of a method."""
     rows: dict[str, dict[str, str]] = {}
     for half, rule in (("client", method.client), ("server", method.server)):
+        values = values_of_keys(rule)
         for key in keys_of(rule, method.settings):
             rows[key.name] = {
                 "key": f"algorithm.{key.name}",
                 "of": "both" if key.name in rows else half,
                 "default": key.default_text,
+                "values": values.get(key.name, ""),
                 "what": key.meaning,
             }
     return list(rows.values())

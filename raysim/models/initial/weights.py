@@ -20,7 +20,7 @@ from raysim.errors import ConfigError, in_a_line
 from raysim.spelling import did_you_mean
 from raysim.system.json_files import parsed
 from raysim.system.signals import reraise_stop
-from raysim.tracking import mlflow_client
+from raysim.tracking.mlflow_process.run_client import folder_of_tracked_run
 
 PARAMETERS_FILE = "parameters.safetensors"
 """File of the final parameters, in the folder of a run that has finished."""
@@ -64,7 +64,7 @@ def run_folder(run_id: str, tracking_uri: str) -> str:
         ConfigError: there is no such run, or its folder is not on this machine.
     """
     try:
-        return mlflow_client.folder_of_tracked_run(run_id, tracking_uri)
+        return folder_of_tracked_run(run_id, tracking_uri)
     except ConfigError as error:
         raise ConfigError(f"{KEY}: {error}") from None
 

@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from raysim.engine.plan import Plan
-from raysim.rules import ClientRule, ServerRule
 from raysim.runs.provenance import command_line
 
 NOTE = "mlflow.note.content"
@@ -31,8 +30,8 @@ def describe(plan: Plan, run_dir: Path) -> str:
     """
     c = plan.config
     rows = {
-        "client rule": _rule(plan.client),
-        "server rule": _rule(plan.server),
+        "client rule": with_parameters(plan.client.name, plan.client),
+        "server rule": with_parameters(plan.server.name, plan.server),
         "data": c.data.name,
         "partition": f"{_settings(c.partition)} over {len(plan.clients):,} clients",
         "model": f"{_settings(c.model)}, {plan.problem.size:,} parameters",
@@ -80,10 +79,15 @@ def _settings(section: BaseModel) -> str:
     return " ".join(filter(None, [name, _in_brackets(changed) if name else _pairs(changed)]))
 
 
-def _rule(rule: ClientRule | ServerRule) -> str:
-    """Return a rule's name and all its hyper-parameters."""
-    values = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
-    return f"{rule.name} {_in_brackets(values)}".strip()
+def with_parameters(name: str, part: Any) -> str:
+    """Return the name of a rule or an upload stage, and all its parameters in brackets.
+
+    Args:
+        name: the name.
+        part: the rule or stage, a dataclass.
+    """
+    values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    return f"{name} {_in_brackets(values)}".strip()
 
 
 def _in_brackets(values: Mapping[str, Any]) -> str:

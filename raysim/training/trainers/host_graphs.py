@@ -105,6 +105,11 @@ class _RefuseReadingMethods(TorchFunctionMode):
 class _RefuseReads(TorchDispatchMode):
     """Refuses operations that a capture does not support."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: to skip it, PyTorch would import torch._dynamo, which takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in READS:
             raise RuntimeError(READS_A_VALUE)

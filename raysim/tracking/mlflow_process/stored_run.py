@@ -1,27 +1,23 @@
-"""Client of one run in an MLflow server or database: the records of its spool go there."""
+"""One run in an MLflow server or database, which receives the records of its spool."""
 
 from __future__ import annotations
 
 import getpass
 import json
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from raysim.errors import RaysimError
-from raysim.tracking import mlflow_client
-from raysim.tracking.mlflow_client import brief
+from raysim.tracking.mlflow_process import store
+from raysim.tracking.mlflow_process.run_client import MAX_METRICS_PER_REQUEST
 from raysim.tracking.recorder import legal
 from raysim.tracking.spool import plain
+from raysim.tracking.store_errors import FileRefused, Refused, RunDeleted, brief
 
-logger = logging.getLogger("raysim.tracking")
-
-_MAX_METRICS_PER_REQUEST = 1000  # MLflow's limit of metrics in a request
-_MAX_VALUES_PER_REQUEST = 100  # and of parameters or tags
+_MAX_VALUES_PER_REQUEST = 100  # MLflow's limit of parameters or tags in a request
 _MAX_VALUE_LETTERS = {"params": 6000, "tags": 8000}  # and of characters in a value
 
 _RUN_KEY_TAG = "raysim.key"
@@ -31,20 +27,8 @@ _REPLACES_TAG = "raysim.replaces"
 """Tag of a run with the id of the deleted run that it replaces."""
 
 
-class Refused(Exception):
-    """Error for a record that the server will never accept."""
-
-
-class FileRefused(Exception):
-    """Error of a store that does not accept a file, while the server accepts other records."""
-
-
-class RunDeleted(RaysimError):
-    """Error for a run that was deleted in MLflow."""
-
-
-class RunClient:
-    """Client of an MLflow server or database for one run; used by one thread.
+class StoredRun:
+    """One run in an MLflow server or database; used by one thread.
 
     Args:
         uri: absolute tracking URI.
@@ -66,25 +50,28 @@ class RunClient:
         self.run_dir, self.replaces = Path(run_dir).absolute(), replaces
         self.key: str | None = None
         """Id of the open run in its start record, possibly the provisional one."""
-        self.refused = 0
-        self.refuses_files = False
-        """Whether the store has refused a file."""
+        self.notes: list[str] = []
+        """Warnings for the log."""
         self._client: Any = None
         self._experiment_id = ""
         # Which steps a reopened run has, by metric; None for a run that was created here: all of it
         # came from here.
         self._steps: dict[str, set[int]] | None = {} if run_id else None
-        self._is_server = uri.startswith("http")
-        self._artifacts = mlflow_client.artifact_location(uri)
+        self._artifacts = store.artifact_location(uri)
+
+    @property
+    def is_server(self) -> bool:
+        """Whether the store is a server, and no database."""
+        return self.uri.startswith("http")
 
     def send(self, records: list[dict[str, Any]]) -> int:
-        """Send the first record, or as many metric records as fit in one batch.
+        """Send records that go together: one of any kind, or metrics of several steps.
 
         Args:
-            records: the oldest unsent records of the spool, at least one.
+            records: the oldest unsent records of the spool.
 
         Returns:
-            The number of records that were sent.
+            The number of records that were sent; 1 if one of them may be refused.
 
         Raises:
             Refused: the server will never accept the first record.
@@ -94,13 +81,13 @@ class RunClient:
                 try again.
         """
         if self._client is None:
-            self._client, self._experiment_id = mlflow_client.open_experiment(
-                self.uri, self.experiment, self._artifacts
+            self._client, self._experiment_id = store.open_experiment(
+                self.uri, self.experiment, self._artifacts, self.notes.append
             )
-        count = _together(records)
+        count = len(records)
         try:
             try:
-                self._deliver(records[:count])
+                self._deliver(records)
             except Exception as error:
                 if count == 1 or not _final(error):
                     raise
@@ -137,8 +124,7 @@ class RunClient:
         if not path.exists():
             raise Refused(f"{path} no longer exists")
         address = self._get(self.run_id or "").info.artifact_uri
-        if self._is_server and urlsplit(address).scheme in ("", "file"):
-            self.refuses_files = True
+        if self.is_server and urlsplit(address).scheme in ("", "file"):
             raise FileRefused(
                 f"the server names a folder of this machine for them, {address}; start it with "
                 "--artifacts-destination instead"
@@ -148,7 +134,6 @@ class RunClient:
             send(self.run_id, str(path), folder)
         except Exception as error:
             self._get(self.run_id or "")  # raises if it is the server that fails, not its files
-            self.refuses_files = True
             raise FileRefused(brief(error)) from error
 
     def _find(self, name: str) -> Any:
@@ -223,7 +208,7 @@ class RunClient:
             for key, value in record["values"].items()
             if record["step"] not in self._known(key)
         ]
-        for part in _parts(batch, _MAX_METRICS_PER_REQUEST):
+        for part in _parts(batch, MAX_METRICS_PER_REQUEST):
             self._client.log_batch(self.run_id, metrics=part)
         for metric in batch:
             if self._steps is not None:
@@ -241,7 +226,7 @@ class RunClient:
     def _params(self, values: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
-        values = {legal(key): _fit(value, key, "params") for key, value in values.items()}
+        values = {legal(key): self._fit(value, key, "params") for key, value in values.items()}
         there = self._get(self.run_id or "").data.params
         new = [Param(key, value) for key, value in values.items() if key not in there]
         for part in _parts(new, _MAX_VALUES_PER_REQUEST):
@@ -251,7 +236,7 @@ class RunClient:
     def _tags(self, values: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        tags = [RunTag(key, _fit(value, key, "tags")) for key, value in values.items()]
+        tags = [RunTag(key, self._fit(value, key, "tags")) for key, value in values.items()]
         for part in _parts(tags, _MAX_VALUES_PER_REQUEST):
             self._client.log_batch(self.run_id, tags=part)
 
@@ -276,23 +261,21 @@ class RunClient:
             # Another run has just logged the same data set, which MLflow finds now.
             self._client.log_inputs(self.run_id, datasets=inputs)
 
+    def _fit(self, value: str, key: str, kind: str) -> str:
+        """Return a value as MLflow keeps it, which has limits of length."""
+        limit = _MAX_VALUE_LETTERS[kind]
+        if len(value) <= limit:
+            return value
+        self.notes.append(
+            f"tracking: {kind} {key} has {len(value)} characters, MLflow keeps {limit}"
+        )
+        return value[: limit - 1] + "…"
+
 
 def _parts(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     """Yield the values in parts of at most `size`."""
     for first in range(0, len(values), size):
         yield values[first : first + size]
-
-
-def _together(records: list[dict[str, Any]]) -> int:
-    """Return how many of the first records fit in one request.
-
-    Metrics go together up to MLflow's limit; every other kind goes alone.
-    """
-    sizes = (
-        len(record["values"])
-        for record in takewhile(lambda record: record["kind"] == "metrics", records)
-    )
-    return max(1, sum(total <= _MAX_METRICS_PER_REQUEST for total in accumulate(sizes)))
 
 
 def _under(parent: str) -> dict[str, str]:
@@ -307,16 +290,6 @@ def _final(error: Exception) -> bool:
     """Return whether retrying is useless, because the server rejects the record itself."""
     codes = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
     return isinstance(error, Refused) or getattr(error, "error_code", None) in codes
-
-
-def _fit(value: str, key: str, kind: str) -> str:
-    limit = _MAX_VALUE_LETTERS[kind]
-    if len(value) <= limit:
-        return value
-    logger.warning(
-        "tracking: %s %s has %d characters, MLflow keeps %d", kind, key, len(value), limit
-    )
-    return value[: limit - 1] + "…"
 
 
 def _user() -> str:

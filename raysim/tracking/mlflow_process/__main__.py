@@ -1,0 +1,67 @@
+"""The process that calls MLflow: `python -m raysim.tracking.mlflow_process SOCKET PARENT`.
+
+SOCKET is the number of an open socket, by which the process that started this one, PARENT, sends
+one end of each connection. This process ends when that socket is closed, or when its parent is
+gone, whatever it is doing: what is not acknowledged is sent again.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+
+PARENT_CHECK_INTERVAL_S = 1.0
+"""Seconds between two checks whether the parent lives. A process that it has forked may hold the
+socket open."""
+
+
+def main() -> None:
+    """Accept connections until the parent ends."""
+    # The parent decides when this process ends; a terminal or a cluster signals both.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    control, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    threading.Thread(target=_import_mlflow, daemon=True).start()
+    while os.getppid() == parent:
+        if not select.select([control], [], [], PARENT_CHECK_INTERVAL_S)[0]:
+            continue
+        sent, handles, _, _ = socket.recv_fds(control, 1, 1)
+        if not sent:
+            break
+        for handle in handles:
+            connection = socket.socket(fileno=handle)
+            threading.Thread(target=_serve, args=(connection,), daemon=True).start()
+    os._exit(0)
+
+
+def _import_mlflow() -> None:
+    """Import MLflow before it is needed. The first call reports an error."""
+    from raysim.tracking import mlflow_client
+
+    try:
+        mlflow_client.import_mlflow("http:")
+    except Exception:
+        return
+
+
+def _serve(connection: socket.socket) -> None:
+    """Answer the requests of one connection, with the parent's environment variables."""
+    from raysim.tracking.mlflow_process import calls, messages
+
+    try:
+        environment = messages.receive(connection)
+    except OSError:
+        connection.close()
+        return
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
+    calls.serve(connection)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Connections to the process that calls MLflow, which is started when it is first needed.
+
+All parts of this process that track a run share one process, each by a connection of its own. It
+ends when this process ends, also when this one is killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from raysim.tracking import store_errors
+from raysim.tracking.mlflow_client import MLFLOW_ENVIRONMENT
+from raysim.tracking.mlflow_process import messages
+from raysim.tracking.store_errors import ProcessFailed
+
+logger = logging.getLogger("raysim.tracking")
+
+END_TIMEOUT_S = 5.0
+"""Seconds that the process gets to end before it is killed."""
+
+DEATH_TIMEOUT_S = 1.0
+"""Seconds until the system reports the end of a process whose connections are closed."""
+
+
+class Connection:
+    """Connection of one thread to the process that calls MLflow.
+
+    It is made at the first request. If the process dies, another one is started, once a request.
+    """
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+
+    def request(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request and wait for its reply, whose notes are logged.
+
+        Args:
+            message: a request of `raysim.tracking.mlflow_process.calls`.
+
+        Returns:
+            The reply. The error in it, if any, is not raised: see `check`.
+
+        Raises:
+            ProcessFailed: the process does not start, or died twice during the request.
+        """
+        try:
+            reply = self._exchange(message)
+        except OSError:
+            # Every request can be repeated: a record that arrives twice is kept once.
+            self.close()
+            how = how_it_ended()
+            try:
+                reply = self._exchange(message)
+            except OSError as error:
+                self.close()
+                raise ProcessFailed(
+                    "the process that calls MLflow ends without an answer: "
+                    f"{how_it_ended() or error}"
+                ) from None
+            if how:
+                logger.warning("the process that calls MLflow was started again: %s", how)
+        for note in reply["notes"]:
+            logger.warning("%s", note)
+        return reply
+
+    def _exchange(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        if self._socket is None:
+            self._socket = connect()
+        messages.send(self._socket, message)
+        return messages.receive(self._socket)
+
+    def close(self) -> None:
+        """Close the connection; the next request makes another one."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def check(reply: Mapping[str, Any]) -> None:
+    """Raise the error that is in a reply.
+
+    Args:
+        reply: what `Connection.request` returned.
+
+    Raises:
+        Refused, FileRefused, RunDeleted, RaysimError, ImportError, StoreError: the error.
+    """
+    if "error" in reply:
+        raise store_errors.from_message(reply["error"])
+
+
+def start() -> None:
+    """Start the process, so that it imports MLflow while this process does something else.
+
+    An error is reported by the first request.
+    """
+    try:
+        with _lock:
+            _running()
+    except ProcessFailed:
+        return
+
+
+def connect() -> socket.socket:
+    """Return a new connection to the process, which is started if it does not run.
+
+    Raises:
+        ProcessFailed: it cannot be started.
+        OSError: it has just ended.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs, _lock:
+            socket.send_fds(_running().control, [b"\n"], [theirs.fileno()])
+        # Credentials may have changed since the process was started.
+        messages.send(ours, {**MLFLOW_ENVIRONMENT, **os.environ})
+    except BaseException:
+        ours.close()
+        raise
+    return ours
+
+
+def how_it_ended() -> str:
+    """Return how the process has ended; "" if it runs or was never started.
+
+    A process whose connections are closed may take a moment to end.
+    """
+    with _lock:
+        return _process.how_it_ended() if _process else ""
+
+
+class _Process:
+    """A process that calls MLflow."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.control, theirs = socket.socketpair()
+        module = __name__.rpartition(".")[0]
+        # The folder in which a user works is no place for modules, unless it is one here.
+        places = [place or os.getcwd() for place in sys.path]
+        try:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(self.owner)],
+                env={**MLFLOW_ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(places)},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # standard output is for results
+                # Ctrl-C ends this process, which still has records to send.
+                start_new_session=True,
+            )
+        except BaseException:
+            self.control.close()
+            raise
+        finally:
+            theirs.close()
+
+    def how_it_ended(self) -> str:
+        """Return how the process has ended; "" if it runs."""
+        try:
+            code = self.popen.wait(DEATH_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return ""
+        if code >= 0:
+            return f"exit code {code}"
+        return f"killed by signal {-code}"
+
+    def end(self) -> None:
+        """Let the process end, and wait for it."""
+        self.control.close()
+        try:
+            self.popen.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+
+    def leave(self) -> None:
+        """Forget a process that a fork of this one has inherited."""
+        self.control.close()
+        self.popen.returncode = 0  # it is nobody to wait for
+
+
+_process: _Process | None = None
+"""The process that was started last."""
+
+_lock = threading.Lock()
+"""Held while `_process` is used."""
+
+
+def _running() -> _Process:
+    """Return the process, which is started if it does not run."""
+    global _process
+    if _process is not None and _process.owner != os.getpid():
+        _process.leave()
+        _process = None
+    if _process is not None and _process.popen.poll() is not None:
+        _process.end()
+        _process = None
+    if _process is None:
+        try:
+            _process = _Process()
+        except OSError as error:
+            raise ProcessFailed(
+                f"the process that calls MLflow cannot be started: {error}"
+            ) from None
+    return _process
+
+
+@atexit.register
+def _end() -> None:
+    """End the process with this one."""
+    if _process is not None and _process.owner == os.getpid():
+        _process.end()

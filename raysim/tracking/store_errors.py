@@ -1,0 +1,125 @@
+"""Errors of a tracking store, and the advice that goes with each."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from raysim.config.tracking_uri import database_of, mask_secrets
+from raysim.errors import RaysimError, visible
+
+
+class Refused(Exception):
+    """Error for a record that the server will never accept."""
+
+
+class FileRefused(Exception):
+    """Error of a store that does not accept a file, while the server accepts other records."""
+
+
+class RunDeleted(RaysimError):
+    """Error for a run that was deleted in MLflow."""
+
+
+class StoreError(Exception):
+    """Any other error of MLflow, a database or the network."""
+
+
+class ProcessFailed(RaysimError):
+    """Error for a process that calls MLflow and does not start, or ends without an answer."""
+
+
+KINDS: tuple[type[Exception], ...] = (Refused, FileRefused, RunDeleted, RaysimError, ImportError)
+"""Errors that keep their type on the way from the process that calls MLflow, special ones first.
+All others become a `StoreError`."""
+
+
+def as_message(error: Exception) -> dict[str, str]:
+    """Return an error as a message.
+
+    Args:
+        error: any error.
+    """
+    kinds = [kind.__name__ for kind in KINDS if isinstance(error, kind)]
+    return {"kind": kinds[0] if kinds else "", "text": str(error) or type(error).__name__}
+
+
+def from_message(message: dict[str, str]) -> Exception:
+    """Return the error that a message describes.
+
+    Args:
+        message: what `as_message` returned.
+    """
+    kinds = {kind.__name__: kind for kind in KINDS}
+    return kinds.get(message["kind"], StoreError)(message["text"])
+
+
+def remedy(uri: str, error: Exception | None) -> str:
+    """Return advice for a store that does not work.
+
+    Args:
+        uri: absolute tracking URI.
+        error: what it raised, if that is known.
+    """
+    text = f"{type(error).__name__} {error}"
+    database = database_of(uri)
+    if "mlflow db upgrade" in text:
+        return (
+            "Another version of MLflow made this database; keep a copy of it, then: mlflow db "
+            f"upgrade {mask_secrets(uri)}"
+        )
+    if isinstance(error, ProcessFailed):
+        return "See what it printed, and that this machine has memory for it (raysim doctor)"
+    if isinstance(error, ImportError):
+        return (
+            "Install the database's driver: pip install psycopg2-binary (PostgreSQL), pip "
+            "install pymysql (mysql+pymysql://)"
+        )
+    if database:
+        return _remedy_of_a_file(database, text)
+    if not uri.startswith("http"):
+        return "See that the database runs, and that its address, user and password are right"
+    if proxy := _proxy(uri):
+        return (
+            f"{proxy} sends these requests to a proxy; add {urlsplit(uri).hostname} to "
+            "NO_PROXY, start the server, or correct the address"
+        )
+    return "Start the server (mlflow server --host HOST --port PORT) or correct the address"
+
+
+def _remedy_of_a_file(database: Path, error: str) -> str:
+    """Return advice for a SQLite file that does not work."""
+    if "already exists" in error:
+        return (
+            f"A process was killed while it made the tables; remove {database} if no run is in it"
+        )
+    if "database is locked" in error:
+        return f"End the process that holds {database}"
+    if "disk" in error:
+        return f"Make room on the disk of {database}"
+    return f"See that {database} can be written and was made by this version of MLflow"
+
+
+def brief(error: Exception) -> str:
+    """Return an error in one line of about 200 characters.
+
+    Long errors are cut in the middle: they state what failed at the beginning and why at the end.
+
+    Args:
+        error: any error; passwords and tokens in its message are masked.
+    """
+    text = mask_secrets(" ".join(str(error).split())) or type(error).__name__
+    text = visible(text)
+    return text if len(text) <= 200 else f"{text[:90]} … {text[-110:]}"
+
+
+def _proxy(uri: str) -> str:
+    """Return the environment variable that sends requests for an address to a proxy; "" if none."""
+    from urllib.request import proxy_bypass  # imports SSL and much else
+
+    parts = urlsplit(uri)
+    if proxy_bypass(parts.hostname or ""):
+        return ""
+    names = (f"{parts.scheme}_proxy", f"{parts.scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
+    return next((name for name in names if os.environ.get(name)), "")
