@@ -6,6 +6,7 @@ that runs of one group differ only in their seed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import pandas as pd
@@ -299,7 +300,8 @@ def apart(
 
     Args:
         runs: Runs to split. Runs that lack a parameter of `keys` are omitted.
-        keys: Parameters that may differ within a part.
+        keys: Parameters that may differ within a part; KEY,KEY: several, of which runs need the
+            first one only.
         say: Called with one line if runs are omitted.
 
     Returns:
@@ -308,8 +310,10 @@ def apart(
     Raises:
         ConfigError: No run has a parameter of `keys`.
     """
-    known = set(resolved(runs, keys, "x and y (--x and --y)"))
-    complete = [run for run in runs if known <= run.params.keys()]
+    axes = [resolved(runs, key.split(","), "x and y (--x and --y)") for key in keys]
+    known = set(itertools.chain.from_iterable(axes))
+    needed = {axis[0] for axis in axes}
+    complete = [run for run in runs if needed <= run.params.keys()]
     n_omitted = len(runs) - len(complete)
     if n_omitted:
         runs_text = "run" if n_omitted == 1 else "runs"
