@@ -53,7 +53,7 @@ def resolved(runs: Sequence[TrackedRun], keys: Iterable[str], option: str) -> li
     known = {key for run in runs for key in run.params}
     full_names = []
     for key in keys:
-        full = _full_name(key, {*known, SIDE_COLUMN})
+        full = full_name(key, {*known, SIDE_COLUMN})
         if full is None:
             hint = did_you_mean(key, map(short, known))
             raise ConfigError(f"{option}: no run has a parameter '{key}'{hint}")
@@ -101,7 +101,7 @@ def value_named(params: Mapping[str, str], key: str) -> str | None:
     Returns:
         The value as text; None if the run has no such parameter.
     """
-    name = _full_name(key, params)
+    name = full_name(key, params)
     return None if name is None else params[name]
 
 
@@ -171,7 +171,7 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
         if not key or not allowed:
             raise ConfigError(f"--where: '{text}' is not KEY=VALUE")
         known = sorted({name for entry in params for name in entry})
-        name = _full_name(key, known)
+        name = full_name(key, known)
         if name is None:
             raise ConfigError(f"--where: no {noun} has a key '{key}'{_keys_meant(key, known)}")
         there = _distinct_values(params, name)
@@ -221,10 +221,14 @@ def _matches(value: str, asked: str) -> bool:
     return same_value(value, asked)
 
 
-def _full_name(key: str, known: Container[str]) -> str | None:
+def full_name(key: str, known: Container[str]) -> str | None:
     """Return the likeliest of the known names that a name of a parameter stands for, or None.
 
     `algorithm` is `algorithm.name`, also where pairs of rules have `algorithm: null`.
+
+    Args:
+        key: name as a user wrote it.
+        known: full names.
     """
     candidates = [f"{key}.name", key]
     if key.startswith("algorithm."):
