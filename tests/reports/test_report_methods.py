@@ -25,7 +25,7 @@ from raysim.reports.analysis.targets import share_of
 from raysim.reports.grouping import apart
 from raysim.reports.table_columns import CrossTable, ResultsTable
 from raysim.reports.table_row import Rank
-from raysim.reports.tracked import TrackedRun
+from raysim.reports.tracked import FinishedRun, TrackedRun, with_histories
 from raysim.rules import contract
 from raysim.rules.methods import registry
 from raysim.rules.methods.registry import algorithm_defaults
@@ -170,6 +170,19 @@ def test_a_share_of_what_others_reached_in_the_same_scenario():
     assert [row.to_target and row.to_target.mean for row in avg] == [1, 0, None]
     head, *lines = ResultsTable(table).markdown().splitlines()
     assert "| target % | rounds to target |" in head and "| 40.00 | 1 |" in lines[1]
+
+
+def test_no_gpu_for_the_server_is_said_in_two_ways_where_clients_have_none():
+    """Rows of older versions beside new ones; with clients on GPUs 0 and null differ."""
+
+    def finished(i: int, gpus: str, of_server: str) -> FinishedRun:
+        params = {"seed": str(i), "resources.gpus": gpus, "resources.server_gpus": of_server}
+        return FinishedRun(str(i), params, frozenset({"accuracy"}), lambda metric: [(0, 0.5)])
+
+    for gpus, expected in (("0.0", [2]), ("1.0", [1, 1])):
+        done = [finished(0, gpus, "0.0"), finished(1, gpus, "null")]
+        runs = with_histories(done, "", "accuracy", lambda line: None, "rounds")
+        assert [row.seeds for row in rows(runs)] == expected
 
 
 # -- papers ----------------------------------------------------------------------------------------
@@ -344,6 +357,22 @@ def test_every_figure_of_a_paper_is_about_one_of_its_sweeps_and_every_table_has_
             trial["algorithm.name"],
         )
         assert len({(each.target, each.of) for each in said}) == len(said), (name, said)
+
+
+@pytest.mark.parametrize(
+    ("folder", "trials", "with_figure"), [("personalised", 50, 40), ("robust", 432, 126)]
+)
+def test_every_figure_of_a_benchmark_is_about_one_trial_of_its_table(folder, trials, with_figure):
+    """Three shares of attackers, seven attacks and six defences have one; Blades has more shares."""
+    figures = published.read_published(folder)
+    of_table = points(f"{folder}/table_fashionmnist")
+    about = [published.published_about(figures, trial) for trial in of_table]
+    assert len(about) == trials and max(map(len, about)) == 1
+    described = {id(result) for results in about for result in results}
+    assert len(described) == sum(map(len, about)) == with_figure
+    for figure in figures:
+        other_share = figure.where.get("groups.attackers.share") in ("0.05", "0.15", "0.25")
+        assert other_share == (id(figure) not in described), figure
 
 
 def test_figures_as_printed():
