@@ -144,6 +144,13 @@ def report_table(
         str | None,
         typer.Option(help="KEY=VALUE: difference to this method over equal seeds, 95 % interval"),
     ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            help="KEY,KEY: a column for each value of these parameters; a cell is the first "
+            "statistic, with the paper's figure in brackets, ✓ within two of its deviations, ✗ not"
+        ),
+    ] = None,
     label: Annotated[
         list[str] | None,
         typer.Option(
@@ -195,7 +202,11 @@ def report_sweep(
     context: typer.Context,
     x: Annotated[str, typer.Option(help="parameter of the x-axis, e.g. server.memory")],
     y: Annotated[
-        str | None, typer.Option(help="second parameter, for a heatmap, e.g. server.beta2")
+        str | None,
+        typer.Option(
+            help="second parameter, for a heatmap, e.g. server.beta2; x and y may be KEY,KEY then: "
+            "a column or row for each combination of values"
+        ),
     ] = None,
     runs: Runs = None,
     uri: Uri = None,

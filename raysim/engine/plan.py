@@ -197,7 +197,8 @@ class Plan:
             n: number of its examples.
         """
         size = local.size_of_batches(n)
-        return local_steps(n, size, local.steps, local.epochs, self.needs_two_examples)
+        needs_two = self.needs_two_examples
+        return local_steps(n, size, local.steps, local.epochs, needs_two, local.drop_last)
 
     def local(self, client: int) -> Local:
         """Return the local settings of a client.

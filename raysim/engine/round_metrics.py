@@ -12,7 +12,7 @@ import numpy as np
 from raysim.config.schema import Config
 from raysim.config.sections.schedule import InFlight, Sync
 from raysim.data.partition.clients import Clients, VirtualClients
-from raysim.data.partition.groups import batch_sizes_of
+from raysim.data.partition.groups import batch_sizes_of, drops_last
 from raysim.engine.executor import Record, RoundResults
 from raysim.engine.state.client_store import ClientStateStore
 from raysim.schedule import ScheduledRound
@@ -173,10 +173,13 @@ def privacy_metrics(
     private = config.example_privacy
     if private is None:
         return {}
-    # Many clients, few kinds: the batches of a pass are counted once for each pair of sizes.
-    pairs = np.stack([clients.sizes, batch_sizes_of(config, clients.sizes)])
-    different, which = np.unique(pairs, axis=1, return_inverse=True)
-    per_pass = [batches_per_pass(n, size) for n, size in different.T.tolist()]
+    # Many clients, few kinds: the batches of a pass are counted once for each kind.
+    dropped = drops_last(config, len(clients))
+    kinds = np.stack([clients.sizes, batch_sizes_of(config, clients.sizes), dropped])
+    different, which = np.unique(kinds, axis=1, return_inverse=True)
+    per_pass = [
+        batches_per_pass(n, size, drop_last=bool(drops)) for n, size, drops in different.T.tolist()
+    ]
     spent = passes(cursors, np.array(per_pass)[which])
     return {"privacy/epsilon": epsilon(private.noise_multiplier, private.delta, spent)}
 

@@ -145,14 +145,26 @@ def check_cohort(
             )
 
 
-def warn_of_empty_clients(config: Config, clients: Clients | VirtualClients) -> None:
-    """Log how many clients have no training examples, and what would avoid it.
+def warn_of_empty_clients(
+    config: Config, split: Clients | VirtualClients, clients: Clients | VirtualClients
+) -> None:
+    """Log how many clients have no training examples or no batch, and what would avoid it.
 
     Args:
         config: the configuration of the run.
-        clients: the partition.
+        split: the partition.
+        clients: the partition without the examples of clients that have no batch.
     """
-    empty = clients.n_training - clients.n_nonempty
+    if split.n_nonempty > clients.n_nonempty:
+        logger.warning(
+            "%d of %d clients have fewer examples than a batch and local.drop_last is true; they "
+            "never train, and methods count N = %d clients (a smaller local.batch_size may avoid "
+            "it)",
+            split.n_nonempty - clients.n_nonempty,
+            clients.n_training,
+            clients.n_nonempty,
+        )
+    empty = split.n_training - split.n_nonempty
     if not empty:
         return
     partition = config.partition

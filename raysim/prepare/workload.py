@@ -16,7 +16,11 @@ from raysim.config.sections.data import AnyData
 from raysim.config.sections.schedule import InFlight, OwnSampling, Sync
 from raysim.data import Dataset, load_dataset, split_dataset
 from raysim.data.partition.clients import Clients, VirtualClients
-from raysim.data.partition.groups import group_members, local_of_groups
+from raysim.data.partition.groups import (
+    group_members,
+    local_of_groups,
+    without_clients_without_batch,
+)
 from raysim.engine import learning
 from raysim.errors import ConfigError, RaysimError
 from raysim.models import build
@@ -117,9 +121,10 @@ def build_problem(
     task = learning.make_learning_task(config, task_class, dataset)
     outputs = learning.check_data(config, task, dataset)
     metrics = learning.make_metrics(config, task, outputs)
-    clients = split_dataset(config.partition, dataset, config.seed, config.held_out)
+    split = split_dataset(config.partition, dataset, config.seed, config.held_out)
+    clients = without_clients_without_batch(config, split)
     _check_schedule(config, clients)
-    checks.warn_of_empty_clients(config, clients)
+    checks.warn_of_empty_clients(config, split, clients)
     checks.check_model_fits_data(config)
     net = build.make_net(config, dataset.shape, outputs)
     dtype = getattr(torch, config.dtype)

@@ -6,6 +6,7 @@ that runs of one group differ only in their seed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import pandas as pd
@@ -52,7 +53,7 @@ def resolved(runs: Sequence[TrackedRun], keys: Iterable[str], option: str) -> li
     known = {key for run in runs for key in run.params}
     full_names = []
     for key in keys:
-        full = _full_name(key, {*known, SIDE_COLUMN})
+        full = full_name(key, {*known, SIDE_COLUMN})
         if full is None:
             hint = did_you_mean(key, map(short, known))
             raise ConfigError(f"{option}: no run has a parameter '{key}'{hint}")
@@ -100,7 +101,7 @@ def value_named(params: Mapping[str, str], key: str) -> str | None:
     Returns:
         The value as text; None if the run has no such parameter.
     """
-    name = _full_name(key, params)
+    name = full_name(key, params)
     return None if name is None else params[name]
 
 
@@ -170,7 +171,7 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
         if not key or not allowed:
             raise ConfigError(f"--where: '{text}' is not KEY=VALUE")
         known = sorted({name for entry in params for name in entry})
-        name = _full_name(key, known)
+        name = full_name(key, known)
         if name is None:
             raise ConfigError(f"--where: no {noun} has a key '{key}'{_keys_meant(key, known)}")
         there = _distinct_values(params, name)
@@ -220,10 +221,14 @@ def _matches(value: str, asked: str) -> bool:
     return same_value(value, asked)
 
 
-def _full_name(key: str, known: Container[str]) -> str | None:
+def full_name(key: str, known: Container[str]) -> str | None:
     """Return the likeliest of the known names that a name of a parameter stands for, or None.
 
     `algorithm` is `algorithm.name`, also where pairs of rules have `algorithm: null`.
+
+    Args:
+        key: name as a user wrote it.
+        known: full names.
     """
     candidates = [f"{key}.name", key]
     if key.startswith("algorithm."):
@@ -299,7 +304,8 @@ def apart(
 
     Args:
         runs: Runs to split. Runs that lack a parameter of `keys` are omitted.
-        keys: Parameters that may differ within a part.
+        keys: Parameters that may differ within a part; KEY,KEY: several, of which runs need the
+            first one only.
         say: Called with one line if runs are omitted.
 
     Returns:
@@ -308,8 +314,10 @@ def apart(
     Raises:
         ConfigError: No run has a parameter of `keys`.
     """
-    known = set(resolved(runs, keys, "x and y (--x and --y)"))
-    complete = [run for run in runs if known <= run.params.keys()]
+    axes = [resolved(runs, key.split(","), "x and y (--x and --y)") for key in keys]
+    known = set(itertools.chain.from_iterable(axes))
+    needed = {axis[0] for axis in axes}
+    complete = [run for run in runs if needed <= run.params.keys()]
     n_omitted = len(runs) - len(complete)
     if n_omitted:
         runs_text = "run" if n_omitted == 1 else "runs"

@@ -114,7 +114,8 @@ def sweep_report(
         source: Source of the runs.
         say: Called with one line for each group of omitted runs.
         x: First parameter. Without `y` its values must be numbers.
-        y: Second parameter.
+        y: Second parameter, for a heatmap. There x and y may be KEY,KEY: a column or row for each
+            combination of values; runs may lack all but the first.
         metric: Metric whose best value is reported. Default: that of `evaluate.best`.
         target: Report the first round with this value of the metric instead. Not allowed with `y`.
         log_x: Whether the x-axis of the plot is logarithmic. Not allowed with `y`.

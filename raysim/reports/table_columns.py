@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from raysim.metrics import accumulates
+from raysim.reports.grouping import by_size
 from raysim.reports.published import PublishedResult
 from raysim.reports.table_row import (
     Figure,
@@ -26,6 +27,9 @@ from raysim.reports.value_names import NO_NAMES, Names
 MISSING_TEXT = "–"
 """Text of a cell without a value."""
 
+NEAR, FAR = "✓", "✗"
+"""Marks of a published figure: whether the result lies within two of its deviations."""
+
 LATEX_TEXTS = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     "~": r"\textasciitilde{}",
@@ -33,6 +37,8 @@ LATEX_TEXTS = {
     "\\": r"\textbackslash{}",
     "±": r"$\pm$",
     MISSING_TEXT: "--",
+    "✓": r"$\checkmark$",
+    "✗": r"$\times$",
 }
 """LaTeX of the characters that have a meaning there, or that it lacks."""
 
@@ -79,13 +85,10 @@ class ResultsTable:
         named = {marks[key]: self.names[key] for key in self.names}
         characters = str.maketrans({**LATEX_TEXTS, **named})
         shown = self._texts(marks).map(lambda cell: cell.translate(characters))
-        places = list(self._columns(marks))
-        for figure in self.rows[0].values:
-            column = places.index(figure.header(NO_NAMES, _alone(self.rows)))
-            for i in _best_rows(self.rows, figure):
-                shown.iat[i, column] = rf"\textbf{{{shown.iat[i, column]}}}"
-        n_parameters = len(_headers(self.rows))
-        alignment = "l" * n_parameters + "r" * (len(places) - n_parameters)
+        for i, column in self._best_cells():
+            shown.iat[i, column] = rf"\textbf{{{shown.iat[i, column]}}}"
+        n_parameters = len(self._parameters())
+        alignment = "l" * n_parameters + "r" * (shown.shape[1] - n_parameters)
         shown.columns = [header.translate(characters) for header in shown]
         tabular = shown.to_latex(index=False, escape=False, column_format=alignment)
         return f"% needs \\usepackage{{booktabs}}\n{tabular.rstrip()}"
@@ -127,6 +130,18 @@ class ResultsTable:
             things += [figure.metric, figure.select_by]
         things += self._columns(NO_NAMES)
         return list(filter(None, dict.fromkeys(things)))
+
+    def _parameters(self) -> dict[str, str]:
+        """Return the headers of the columns of parameters, by parameter."""
+        return _headers(self.rows)
+
+    def _best_cells(self) -> Iterable[tuple[int, int]]:
+        """Yield row and column of the best mean of each column of results."""
+        places = list(self._columns(NO_NAMES))
+        for figure in self.rows[0].values:
+            column = places.index(figure.header(NO_NAMES, _alone(self.rows)))
+            for i in _best_rows(self.rows, figure):
+                yield i, column
 
     def _numbers(self) -> pd.DataFrame:
         """Return a frame with parameters as text, and None for figures that were not requested."""
@@ -195,6 +210,76 @@ class ResultsTable:
         if any(row.unfinished for row in table):
             columns["not finished"] = [row.unfinished for row in table]
         return columns
+
+
+@dataclass(frozen=True)
+class CrossTable(ResultsTable):
+    """A table with a column for each value of some parameters; its cells are the first figure."""
+
+    across: Sequence[str] = ()
+    """Full names of the parameters whose values are the columns."""
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """Return the means as a data frame: the other parameters, and a column for each value."""
+        return with_numbers(self._numbers(), list(self._parameters().values()))
+
+    def _parameters(self) -> dict[str, str]:
+        headers = _headers(self.rows)
+        return {key: header for key, header in headers.items() if key not in self.across}
+
+    def _best_cells(self) -> Iterable[tuple[int, int]]:
+        return ()
+
+    def _numbers(self) -> pd.DataFrame:
+        frame = self._crossed(self.names, lambda row: row.result and row.result.mean)
+        return frame.rename(columns=dict(self.names))
+
+    def _columns(self, names: Names) -> Columns:
+        return self._crossed(names, _cell).fillna(MISSING_TEXT).to_dict("list")
+
+    def _crossed(self, names: Names, content: Callable[[TableRow], Any]) -> pd.DataFrame:
+        """Return a frame of parameters and of a column for each value; missing cells are NaN."""
+        left = self._parameters()
+        columns: dict[tuple, str] = {}
+        lines: dict[tuple, dict[str, Any]] = {}
+        for row in self.rows:
+            header = columns.setdefault(_order(row, self.across), self._header(row, names))
+            line = lines.setdefault(_order(row, left), {})
+            for key in left.keys() & row.parameters.keys():
+                line[left[key]] = _value_name(left[key], row.parameters[key], names)
+            line[header] = content(row)
+        headers = [*left.values(), *(columns[place] for place in sorted(columns))]
+        return pd.DataFrame([lines[place] for place in sorted(lines)], columns=headers)
+
+    def _header(self, row: TableRow, names: Names) -> str:
+        """Return the header of a row's column: its values of the parameters across."""
+        headers = _headers(self.rows)
+        values = [
+            _value_name(headers[key], row.parameters[key], names)
+            for key in self.across
+            if key in row.parameters
+        ]
+        return ", ".join(values) or MISSING_TEXT
+
+
+def _order(row: TableRow, keys: Iterable[str]) -> tuple:
+    """Return the sort key of a row by its values of some parameters."""
+    return tuple(by_size(row.parameters.get(key)) for key in keys)
+
+
+def _cell(row: TableRow) -> str:
+    """Return the result of a row as text, with the published one and whether it is near."""
+    if row.result is None:
+        return row.unfinished or MISSING_TEXT
+    percent, printed = row.figure.percent, row.printed
+    text = number(row.result.mean, row.result.std, percent)
+    if row.unfinished:
+        text += f", {row.unfinished}"
+    if printed is None or printed.best is None:
+        return text
+    mark = "" if row.difference is None else f" {NEAR if row.is_near else FAR}"
+    return f"{text} ({number(printed.best, printed.std, percent)}{mark})"
 
 
 def as_markdown(texts: pd.DataFrame) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from raysim.errors import ConfigError
 from raysim.reports import published
 from raysim.reports.analysis import aggregate, comparisons, targets
+from raysim.reports.grouping import resolved
 from raysim.reports.runs import RunSource
-from raysim.reports.table_columns import ResultsTable
+from raysim.reports.table_columns import CrossTable, ResultsTable
 from raysim.reports.table_row import TableRow
 from raysim.reports.tracked import (
     STATISTICS,
@@ -45,6 +46,7 @@ def table_report(
     ranks: bool = False,
     paper: str | None = None,
     compare_with: str | None = None,
+    columns: KeyNames | None = None,
     label: str | Sequence[str] | Names = (),
 ) -> ResultsTable:
     """Return a table of results, one row for all runs that differ only in their seed.
@@ -71,6 +73,8 @@ def table_report(
         paper: Published results to show beside the runs: gradma, fedreg, fedhist or a FILE.csv.
         compare_with: KEY=VALUE, the method with which each row is compared in the same scenario,
             seed by seed.
+        columns: Parameters whose values become columns, as of a table of attacks and defences; its
+            cells are the first statistic, with a paper's figure in brackets.
         label: Names of values, parameters, metrics and headers: {value: name}, or texts VALUE=NAME.
 
     Returns:
@@ -116,7 +120,37 @@ def table_report(
     common_target = None if relative_to else target_value
     labels = [label] if isinstance(label, str) else label
     table = ResultsTable(rows, common_target, cost_unit, runs=runs)
+    if columns:
+        crossed = {
+            "target": target,
+            "compare_with": compare_with,
+            "ranks": ranks,
+            "all but one metric": len(metrics or []) > 1,
+        }
+        across = _across(columns, rows, runs, crossed)
+        table = CrossTable(rows, cost_unit=cost_unit, runs=runs, across=across)
     return replace(table, names=names_given(labels, table.nameable()))
+
+
+def _across(
+    columns: KeyNames,
+    rows: Sequence[TableRow],
+    runs: Sequence[TrackedRun],
+    others: Mapping[str, object],
+) -> list[str]:
+    """Return the full names of the parameters across a table; `others` are options of columns."""
+    for option, value in others.items():
+        if value:
+            raise ConfigError(
+                f"columns (--columns): a cell has one figure; leave out columns or {option}"
+            )
+    across = resolved(runs, split_keys(columns) or (), "columns (--columns)")
+    for key in across:
+        if not any(key in row.parameters for row in rows):
+            raise ConfigError(
+                f"columns (--columns): '{key}' does not distinguish rows; add it to group (--group)"
+            )
+    return across
 
 
 def split_keys(keys: KeyNames | None) -> list[str] | None:
@@ -165,7 +199,7 @@ def _report_agreement(rows: Sequence[TableRow], paper: str, say: Say) -> None:
     """Report how many rows agree with their published results."""
     differences = [row.difference for row in rows if row.difference is not None]
     if differences:
-        near = sum(abs(difference) <= 2 for difference in differences)
+        near = sum(row.is_near for row in rows)
         say(f"{near} of {len(differences)} rows lie within two of the paper's deviations")
     if not any(row.printed for row in rows):
         say(

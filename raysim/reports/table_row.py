@@ -219,6 +219,11 @@ class TableRow:
         return self._difference_over(self.printed.std if self.printed else None)
 
     @property
+    def is_near(self) -> bool:
+        """Whether the result lies within two published standard deviations of the published one."""
+        return self.difference is not None and abs(self.difference) <= 2
+
+    @property
     def difference_in_own_stds(self) -> float | None:
         """Mean result minus the published one, in standard deviations over these runs."""
         return self._difference_over(self.result.std if self.result else None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar, get_args
 
 import pandas as pd
@@ -209,7 +209,7 @@ def with_histories(
             say(f"{counted(len(runs) - len(remaining), 'left out')}: {why}")
         return remaining
 
-    measured = [run for run in done if needed & run.metrics]
+    measured = [_comparable(run) for run in done if needed & run.metrics]
     if not measured:
         raise MetricMissing(f"{title}: {_why_without(done, metric)}")
     measured = kept(list(done), measured, f"without '{metric}'")
@@ -224,6 +224,18 @@ def with_histories(
             "metric (--metric) or x_axis (--x-axis)"
         )
     return runs
+
+
+def _comparable(run: FinishedRun) -> FinishedRun:
+    """Return a run with the parameters by which runs are compared.
+
+    With clients on CPUs `resources.server_gpus` is 0 or null, which say the same; older versions
+    wrote 0.
+    """
+    gpus, of_server = (run.params.get(f"resources.{key}") for key in ("gpus", "server_gpus"))
+    if of_server in ("0", "0.0") and gpus in (None, "0", "0.0"):
+        return replace(run, params={**run.params, "resources.server_gpus": "null"})
+    return run
 
 
 def _with_history(run: FinishedRun, metric: str, cost_unit: CostUnit) -> TrackedRun:

@@ -131,13 +131,15 @@ def _mean_durations(config: Config, sizes: np.ndarray) -> np.ndarray:
 def _examples_per_task(config: Config, sizes: np.ndarray) -> np.ndarray:
     """Return the examples that each client trains on in one task, [N].
 
-    Local steps count the batch size (at most the client's examples), epochs the client's examples.
+    Local steps count the batch size (at most the client's examples), epochs the client's examples,
+    with `drop_last` those of full batches.
     """
     batch_sizes = batch_sizes_of(config, sizes)
-    of_group = [
-        (local.steps or 0) * batch_sizes if local.epochs is None else sizes * local.epochs
-        for local in local_of_groups(config)
-    ]
+    of_group = []
+    for local in local_of_groups(config):
+        left = sizes % np.maximum(batch_sizes, 1) if local.drop_last else 0
+        of_epochs = (sizes - left) * (local.epochs or 0)
+        of_group.append(of_epochs if local.steps is None else local.steps * batch_sizes)
     return by_group(of_group, group_members(config, len(sizes)))
 
 

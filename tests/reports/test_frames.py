@@ -183,6 +183,13 @@ def test_a_sweep_over_one_parameter_and_over_two(uri):
     cells = raysim.report("sweep", "methods", uri=uri, x="server.beta1", y="algorithm")
     grid = cells.pivot(index="algorithm", columns="server.beta1", values="mean")
     assert grid.loc["b", 0.9] == pytest.approx(0.4025) and grid.shape == (2, 2)
+    crossed = raysim.report("table", "methods", uri=uri, columns="algorithm")
+    assert crossed.columns.tolist() == ["server.beta1", "a", "b"]
+    assert crossed["a"].tolist() == pytest.approx([0.5625, 0.6525])
+    with pytest.raises(ConfigError, match=r"columns or target$"):
+        raysim.report("table", "methods", uri=uri, columns="algorithm", target=0.5)
+    with pytest.raises(ConfigError, match=r"'rounds' does not distinguish rows; add it to group"):
+        raysim.report("table", "methods", uri=uri, columns="rounds")
     with pytest.raises(ConfigError, match=r"target \(--target\): a heatmap shows best values"):
         raysim.report("sweep", "methods", uri=uri, x="server.beta1", y="algorithm", target=0.5)
 

@@ -23,9 +23,9 @@ from raysim.reports.analysis.aggregate import rows
 from raysim.reports.analysis.curves import along, curves, grid
 from raysim.reports.analysis.targets import share_of
 from raysim.reports.grouping import apart
-from raysim.reports.table_columns import ResultsTable
+from raysim.reports.table_columns import CrossTable, ResultsTable
 from raysim.reports.table_row import Rank
-from raysim.reports.tracked import TrackedRun
+from raysim.reports.tracked import FinishedRun, TrackedRun, with_histories
 from raysim.rules import contract
 from raysim.rules.methods import registry
 from raysim.rules.methods.registry import algorithm_defaults
@@ -172,6 +172,19 @@ def test_a_share_of_what_others_reached_in_the_same_scenario():
     assert "| target % | rounds to target |" in head and "| 40.00 | 1 |" in lines[1]
 
 
+def test_no_gpu_for_the_server_is_said_in_two_ways_where_clients_have_none():
+    """Rows of older versions beside new ones; with clients on GPUs 0 and null differ."""
+
+    def finished(i: int, gpus: str, of_server: str) -> FinishedRun:
+        params = {"seed": str(i), "resources.gpus": gpus, "resources.server_gpus": of_server}
+        return FinishedRun(str(i), params, frozenset({"accuracy"}), lambda metric: [(0, 0.5)])
+
+    for gpus, expected in (("0.0", [2]), ("1.0", [1, 1])):
+        done = [finished(0, gpus, "0.0"), finished(1, gpus, "null")]
+        runs = with_histories(done, "", "accuracy", lambda line: None, "rounds")
+        assert [row.seeds for row in rows(runs)] == expected
+
+
 # -- papers ----------------------------------------------------------------------------------------
 
 
@@ -222,6 +235,54 @@ def test_a_papers_figures_beside_ours(printed):
         "12.0",
         "0.6",
     )
+
+
+def attacks_and_defences() -> list[TrackedRun]:
+    """Two attacks, one of them with two strengths, against two defences; one cell is missing."""
+    return [
+        run(0.75, attack="ipm", epsilon=100, algorithm="avg", seed=0),
+        run(0.71, attack="ipm", epsilon=100, algorithm="avg", seed=1),
+        run(0.5, attack="ipm", epsilon=100, algorithm="median"),
+        run(0.8, attack="ipm", epsilon=0.1, algorithm="avg"),
+        run(0.9, attack="alie", algorithm="median"),
+    ]
+
+
+def test_a_cross_table_has_a_column_for_each_value(tmp_path):
+    """A cell has the mean, and in brackets the paper's figure with a mark: 73 is 1.5 deviations from
+    70, 50 is four from 90."""
+    paper = tmp_path / "mine.csv"
+    paper.write_text(
+        "attack,epsilon,algorithm,best,std\nipm,100,avg,0.7,0.02\nipm,100,median,0.9,0.1\n"
+        "ipm,0.1,avg,0.6,\n"
+    )
+    table = rows(attacks_and_defences(), group=["attack", "epsilon", "algorithm"])
+    table = aggregate.add_published(table, published.read_published(str(paper)))
+    crossed = CrossTable(table, across=["algorithm.name"], names={"median": "Median"})
+    assert crossed.markdown().splitlines() == [
+        "| attack | epsilon | avg | Median |",
+        "| --- | --- | --- | --- |",
+        "| alie | – | – | 90.00 |",
+        "| ipm | 0.1 | 80.00 (60.00) | – |",
+        "| ipm | 100 | 73.00 ± 2.83 (70.00 ± 2.00 ✓) | 50.00 (90.00 ± 10.00 ✗) |",
+    ]
+    assert r"73.00 $\pm$ 2.83 (70.00 $\pm$ 2.00 $\checkmark$) &" in crossed.latex()
+    assert crossed.latex().splitlines()[1] == r"\begin{tabular}{llrr}"
+    frame = crossed.frame
+    assert list(frame) == ["attack", "epsilon", "avg", "Median"]
+    assert frame["epsilon"].tolist()[1:] == [0.1, 100]
+    assert frame["avg"].tolist() == pytest.approx([math.nan, 0.8, 0.73], nan_ok=True)
+    several = CrossTable(table, across=["attack", "epsilon"], names={"ipm, 100": "strong"})
+    assert several.markdown().splitlines()[0] == "| algorithm | alie | ipm, 0.1 | strong |"
+
+
+def test_a_heatmap_of_several_parameters_needs_the_first_of_them():
+    said: list[str] = []
+    ((_, members),) = apart(attacks_and_defences(), ["algorithm", "attack,epsilon"], said.append)
+    columns, lines, cells = grid(members, "algorithm", "attack,epsilon", say=said.append)
+    assert (columns, lines) == (["avg", "median"], ["alie", "ipm, 0.1", "ipm, 100"])
+    assert cells["avg", "ipm, 100"] == pytest.approx(0.73) and len(cells) == 4
+    assert not said
 
 
 def test_figures_are_not_given_to_rows_of_several_scenarios(printed):
@@ -297,6 +358,22 @@ def test_every_figure_of_a_paper_is_about_one_of_its_sweeps_and_every_table_has_
             trial["algorithm.name"],
         )
         assert len({(each.target, each.of) for each in said}) == len(said), (name, said)
+
+
+@pytest.mark.parametrize(
+    ("folder", "trials", "with_figure"), [("personalised", 50, 40), ("robust", 432, 126)]
+)
+def test_every_figure_of_a_benchmark_is_about_one_trial_of_its_table(folder, trials, with_figure):
+    """Three shares of attackers, seven attacks and six defences have one; Blades has more shares."""
+    figures = published.read_published(folder)
+    of_table = points(f"{folder}/table_fashionmnist")
+    about = [published.published_about(figures, trial) for trial in of_table]
+    assert len(about) == trials and max(map(len, about)) == 1
+    described = {id(result) for results in about for result in results}
+    assert len(described) == sum(map(len, about)) == with_figure
+    for figure in figures:
+        other_share = figure.where.get("groups.attackers.share") in ("0.05", "0.15", "0.25")
+        assert other_share == (id(figure) not in described), figure
 
 
 def test_figures_as_printed():

@@ -22,6 +22,8 @@ class GroupLocal(Section):
     """Passes over the client's data in a round."""
     batch_size: Annotated[int, Field(ge=1)] | Literal["full"] | None = None
     """Examples in a mini-batch, or `full` for all of the client's data."""
+    drop_last: Annotated[bool | None, Identity.UNLESS_DEFAULT] = None
+    """Leaves out the last batch of a pass unless it is full."""
     lr: LearningRate | None = None
     """Step size, a list [[first round, value], ...], a schedule `cosine`, `step` or `warmup`, or
     path.py:function."""

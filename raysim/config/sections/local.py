@@ -42,10 +42,15 @@ class Local(Section):
     Give either `steps` or `epochs`; 5 steps if neither is given."""
     epochs: int | None = Field(default=None, ge=1)
     """Passes over the client's data in a round. The last batch of a pass has the examples that are
-    left, also a single one. On a net with BatchNorm, which needs two, it joins the batch before."""
+    left, also a single one, unless `drop_last` is true. On a net with BatchNorm, which needs two,
+    it joins the batch before."""
     batch_size: Annotated[int, Field(ge=1)] | Literal["full"] = 64
     """Examples in a mini-batch, or `full` for all of the client's data. A client with fewer
     examples has one batch of all of them."""
+    drop_last: Annotated[bool, Identity.UNLESS_DEFAULT] = False
+    """Leaves out the last batch of a pass unless it is full, as PyTorch's DataLoader does with
+    `drop_last=True`. A client with fewer examples than a batch counts as one without training
+    examples: it never trains. The weights of the other clients count all of their examples."""
     lr: LearningRate = 0.01
     """Step size: a number > 0, a list [[first round, value], ...], a schedule (`cosine`, `step`,
     `warmup`), or path.py:function of the round."""

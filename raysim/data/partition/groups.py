@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from raysim.config.schema import Config
 from raysim.config.sections.groups import Group
 from raysim.config.sections.local import Local
+from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.errors import ConfigError
 from raysim.randomness import generator
 
@@ -66,8 +68,56 @@ def batch_sizes_of(config: Config, sizes: np.ndarray) -> np.ndarray:
         config: the configuration of the run.
         sizes: [N], examples of each client.
     """
+    return np.minimum(sizes, _configured_batch_sizes(config, sizes))
+
+
+def drops_last(config: Config, n_clients: int) -> np.ndarray:
+    """Return whether each client leaves out a last batch that is not full, bool [N].
+
+    Args:
+        config: the configuration of the run.
+        n_clients: N, the number of clients.
+    """
+    of_group = [np.full(n_clients, local.drop_last) for local in local_of_groups(config)]
+    return by_group(of_group, group_members(config, n_clients))
+
+
+def without_clients_without_batch(
+    config: Config, clients: Clients | VirtualClients
+) -> Clients | VirtualClients:
+    """Return the partition without the examples of clients that have no batch.
+
+    With `local.drop_last` these are the clients with fewer examples than a batch. They never train,
+    as clients without examples.
+
+    Args:
+        config: the configuration of the run.
+        clients: the partition.
+
+    Raises:
+        ConfigError: no client has a batch.
+    """
+    sizes = clients.sizes
+    if not any(local.drop_last for local in local_of_groups(config)):
+        return clients
+    batch_sizes = _configured_batch_sizes(config, sizes)
+    has_batch = (sizes > 0) & ((sizes >= batch_sizes) | ~drops_last(config, len(clients)))
+    if not has_batch.any():
+        raise ConfigError(
+            f"local.drop_last: no client has a full batch of {batch_sizes.min()} examples; the "
+            f"largest has {sizes.max()} examples; lower local.batch_size, or set "
+            "local.drop_last=false"
+        )
+    if has_batch[sizes > 0].all() or isinstance(clients, VirtualClients):
+        return clients
+    offsets = np.concatenate([[0], np.cumsum(sizes * has_batch)])
+    return replace(clients, indices=clients.indices[has_batch[clients.owners]], offsets=offsets)
+
+
+def _configured_batch_sizes(config: Config, sizes: np.ndarray) -> np.ndarray:
+    """Return the configured batch size of each client, [N]; "full": its number of examples."""
     of_group = [
-        sizes if local.batch_size == "full" else np.minimum(sizes, local.batch_size)
+        sizes if local.batch_size == "full" else np.full(len(sizes), local.batch_size)
         for local in local_of_groups(config)
     ]
     return by_group(of_group, group_members(config, len(sizes)))

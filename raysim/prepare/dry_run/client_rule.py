@@ -391,7 +391,9 @@ class RuleDryRun:
         """
         plan = self.plan
         data = plan.dataset
-        local = self.config.local.model_copy(update={"upload_dtype": None})
+        # The two clients have fewer examples than a large batch.
+        changes = {"upload_dtype": None, "drop_last": False}
+        local = self.config.local.model_copy(update=changes)
         config = self.config.model_copy(
             update={"local": local, "dtype": str(dtype).removeprefix("torch.")}
         )
@@ -409,8 +411,7 @@ class RuleDryRun:
         """Return the tasks of both clients, with one local step each."""
         tasks = []
         for client, n in enumerate(self.clients.sizes.tolist()):
-            steps = min(self.plan.local_steps(self.config.local, n), 1)
-            tasks.append(ClientTask(client, 0, 0, 0.5, steps, share=1.0))
+            tasks.append(ClientTask(client, 0, 0, 0.5, min(n, 1), share=1.0))
         return tasks
 
     @staticmethod
@@ -450,9 +451,9 @@ def batch_sizes(
     """
     sizes = set()
     for n in np.unique(clients.sizes[clients.sizes > 0]).tolist():
-        size = config.local.size_of_batches(n)
-        for i in (0, batches_per_pass(n, size, needs_two) - 1):
-            sizes.add(len(range(n)[batch_slice(i, n, size, needs_two)]))
+        size, drops = config.local.size_of_batches(n), config.local.drop_last
+        for i in (0, batches_per_pass(n, size, needs_two, drops) - 1):
+            sizes.add(len(range(n)[batch_slice(i, n, size, needs_two, drops)]))
     return sizes or {1}
 
 

@@ -128,24 +128,32 @@ def grid(
 
     Args:
         runs: Runs of any experiments.
-        x: First parameter.
-        y: Second parameter.
+        x: First parameter; KEY,KEY: several together, of which runs may lack all but the first.
+        y: Second parameter, or several.
         metric: Metric of the histories.
         say: Called with one line if cells hold runs that differ in more than their seed.
 
     Returns:
-        The sorted values of x, those of y, and the mean best value by (value of x, value of y).
+        The sorted values of x, those of y, and the mean best value by (value of x, value of y). The
+        value of several parameters is their values, with commas.
 
     Raises:
         ConfigError: No run has a parameter, or no run has both.
     """
-    table = rows(runs, metric, group=[x, y], say=say)
+    keys = [resolved(runs, axis.split(","), "x and y (--x and --y)") for axis in (x, y)]
+    table = rows(runs, metric, group=[*keys[0], *keys[1]], say=say)
     cells: dict[tuple[str, str], float] = {}
+    orders: list[dict[str, tuple]] = [{}, {}]
     for row in table:
-        if row.result and len(row.parameters) == 2:
-            first, second = row.parameters.values()
+        if row.result and all(of_axis[0] in row.parameters for of_axis in keys):
+            pair = []
+            for of_axis, order in zip(keys, orders, strict=True):
+                values = [row.parameters.get(key) for key in of_axis]
+                pair.append(", ".join(filter(None, values)))
+                order[pair[-1]] = tuple(map(by_size, values))
+            first, second = pair
             cells[first, second] = row.result.mean
     if not cells:
         raise ConfigError(f"x and y (--x and --y): no run has both {x} and {y}")
-    columns, lines = (sorted(set(values), key=by_size) for values in zip(*cells, strict=True))
+    columns, lines = (sorted(order, key=order.__getitem__) for order in orders)
     return columns, lines, cells

@@ -66,6 +66,8 @@ class ClientBatches:
         """Shape and distribution of the random numbers of a step, by purpose."""
         self.needs_two = model.needs_two_examples
         """True if a last batch of one joins the batch before."""
+        self.drop_last = config.local.drop_last
+        """True if a last batch that is not full is left out."""
 
     def _purposes(self) -> dict[str, tuple[tuple[Any, ...], str]]:
         """Return shape and distribution of the random numbers of a step, by purpose."""
@@ -121,7 +123,8 @@ class ClientBatches:
     def whole(self, mine: np.ndarray, augmented: ClientTask | None = None) -> Iterator[Batch]:
         """Yield all examples of a client once, in batches of the configured size.
 
-        On every net a single example that is left joins the last batch.
+        On every net a single example that is left joins the last batch. None is left out, whatever
+        `local.drop_last` is.
 
         Args:
             mine: [n], positions of the client's examples.
@@ -134,7 +137,7 @@ class ClientBatches:
         draws = augmented and generator(
             self.config.seed, "augment whole", augmented.base, augmented.client
         )
-        for part in self._slices(mine, needs_two=True):
+        for part in self._slices(mine, needs_two=True, drop_last=False):
             yield Batch(*self.images(mine[part], draws))
 
     def one_pass(self, task: ClientTask, mine: np.ndarray) -> Iterator[Batch]:
@@ -153,14 +156,14 @@ class ClientBatches:
         rng = generator(seed, "made", task.base, task.client)
         shuffled = rng.permutation(len(mine)) if len(mine) > size else np.arange(len(mine))
         draws = generator(seed, "augment made", task.base, task.client)
-        for part in self._slices(mine, self.needs_two):
+        for part in self._slices(mine, self.needs_two, self.drop_last):
             yield Batch(*self.images(mine[shuffled[part]], draws))
 
-    def _slices(self, mine: np.ndarray, needs_two: bool) -> Iterator[slice]:
+    def _slices(self, mine: np.ndarray, needs_two: bool, drop_last: bool) -> Iterator[slice]:
         """Yield the place of each batch in one pass over a client's examples."""
         n, size = len(mine), self.size(mine)
-        for i in range(batches_per_pass(n, size, needs_two)):
-            yield batch_slice(i, n, size, needs_two)
+        for i in range(batches_per_pass(n, size, needs_two, drop_last)):
+            yield batch_slice(i, n, size, needs_two, drop_last)
 
     def pool(self, tasks: list[ClientTask], mine: list[np.ndarray]) -> PooledBatch:
         """Gather the batches of tasks with one step each.
@@ -209,6 +212,7 @@ class ClientBatches:
             task.cursor,
             task.steps,
             self.needs_two,
+            self.drop_last,
         )
 
     def draws(
