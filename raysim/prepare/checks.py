@@ -10,6 +10,7 @@ import logging
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -164,6 +165,17 @@ def warn_of_empty_clients(
             clients.n_training,
             clients.n_nonempty,
         )
+    for number, (_, lists) in enumerate(split.phases):
+        of_phase = np.count_nonzero(lists.sizes)
+        with_batch = np.count_nonzero(clients.phases[number][1].sizes)
+        if with_batch < of_phase:
+            logger.warning(
+                "phase %d: %d of %d clients with examples have fewer than a batch and "
+                "local.drop_last is true; they do not train in it",
+                number,
+                of_phase - with_batch,
+                of_phase,
+            )
     empty = split.n_training - split.n_nonempty
     if not empty:
         return

@@ -86,6 +86,32 @@ def preview_of(plan: Plan) -> list[tuple[list[int], list[int]]]:
     return [(one.ids, [arrival.base for arrival in one.arrivals]) for one in rounds]
 
 
+@pytest.mark.parametrize("schedule", [{"cohort": 12}, BUFFERED | {"concurrency": 3}])
+def test_with_drop_last_a_client_without_a_batch_of_a_task_does_not_train_in_it(schedule, setup):
+    plain = prepare(setup)
+    size = 12
+    setup["local"] = {"epochs": 1, "batch_size": size, "lr": LR, "drop_last": True}
+    plan = prepare({**setup, "schedule": schedule, "rounds": 12})
+    few = 0
+    for ids, bases in preview_of(plan):
+        assert all(
+            len(examples_of_task(plain, i, t)) >= size for i, t in zip(ids, bases, strict=True)
+        )
+    for t in (0, 2, 4):
+        for client in range(12):
+            expected = examples_of_task(plain, client, t)
+            few += 0 < len(expected) < size
+            trains = expected if len(expected) >= size else []
+            assert plan.clients.at(t).client(client).tolist() == list(trains)
+    assert few
+
+
+def test_a_task_in_which_no_client_has_a_batch_is_refused(setup):
+    setup["local"] = {"epochs": 1, "batch_size": 250, "lr": LR, "drop_last": True}
+    with pytest.raises(ConfigError, match=r"local\.drop_last: no client has a full batch of 250"):
+        prepare(setup)
+
+
 @pytest.mark.parametrize("schedule", [KASYNC, BUFFERED])
 def test_an_asynchronous_client_trains_on_the_task_of_the_version_that_it_received(
     schedule, setup, engine

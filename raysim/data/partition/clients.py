@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -181,6 +182,19 @@ class Clients(ExampleLists):
             return self
         parts = tuple((start, _together(part, reserved)) for start, part in self.phases)
         return replace(_together(self, reserved), phases=parts)
+
+
+def union(lists: Sequence[ExampleLists]) -> ExampleLists:
+    """Return for each client the examples that it has in any of some lists, ascending.
+
+    Args:
+        lists: lists of the same clients, such as those of each phase.
+    """
+    n_clients = len(lists[0])
+    pairs = np.concatenate([np.stack([part.owners, part.indices]) for part in lists], axis=1)
+    owners, indices = np.unique(pairs, axis=1)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=n_clients))])
+    return ExampleLists(indices, offsets.astype(np.int64))
 
 
 def _together(first: ExampleLists, second: ExampleLists) -> ExampleLists:

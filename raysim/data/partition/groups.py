@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from raysim.config.schema import Config
 from raysim.config.sections.groups import Group
 from raysim.config.sections.local import Local
-from raysim.data.partition.clients import Clients, VirtualClients
+from raysim.data.partition.clients import Clients, ExampleLists, VirtualClients, union
 from raysim.errors import ConfigError
 from raysim.randomness import generator
+
+AnyLists = TypeVar("AnyLists", bound=ExampleLists)
 
 
 def group_members(config: Config, n_clients: int) -> np.ndarray | None:
@@ -87,31 +90,48 @@ def without_clients_without_batch(
 ) -> Clients | VirtualClients:
     """Return the partition without the examples of clients that have no batch.
 
-    With `local.drop_last` these are the clients with fewer examples than a batch. They never train,
-    as clients without examples.
+    With `local.drop_last` these are the clients with fewer examples than a batch. They do not
+    train, as clients without examples. If examples change over the rounds, this holds for each
+    phase.
 
     Args:
         config: the configuration of the run.
         clients: the partition.
 
     Raises:
-        ConfigError: no client has a batch.
+        ConfigError: no client has a batch, perhaps in one phase.
     """
-    sizes = clients.sizes
     if not any(local.drop_last for local in local_of_groups(config)):
         return clients
+    if isinstance(clients, VirtualClients):
+        _have_batch(config, clients.sizes)
+        return clients
+    if not clients.phases:
+        return _only(clients, _have_batch(config, clients.sizes))
+    phases = []
+    for start, part in clients.phases:
+        phases.append((start, _only(part, _have_batch(config, part.sizes))))
+    whole = union([part for _, part in phases])
+    return replace(clients, indices=whole.indices, offsets=whole.offsets, phases=tuple(phases))
+
+
+def _only(lists: AnyLists, chosen: np.ndarray) -> AnyLists:
+    """Return lists without the examples of the clients that are not chosen, bool [N]."""
+    offsets = np.concatenate([[0], np.cumsum(lists.sizes * chosen)])
+    return replace(lists, indices=lists.indices[chosen[lists.owners]], offsets=offsets)
+
+
+def _have_batch(config: Config, sizes: np.ndarray) -> np.ndarray:
+    """Return whether each client has a batch, bool [N]; an error if none has."""
     batch_sizes = _configured_batch_sizes(config, sizes)
-    has_batch = (sizes > 0) & ((sizes >= batch_sizes) | ~drops_last(config, len(clients)))
+    has_batch = (sizes > 0) & ((sizes >= batch_sizes) | ~drops_last(config, len(sizes)))
     if not has_batch.any():
         raise ConfigError(
             f"local.drop_last: no client has a full batch of {batch_sizes.min()} examples; the "
             f"largest has {sizes.max()} examples; lower local.batch_size, or set "
             "local.drop_last=false"
         )
-    if has_batch[sizes > 0].all() or isinstance(clients, VirtualClients):
-        return clients
-    offsets = np.concatenate([[0], np.cumsum(sizes * has_batch)])
-    return replace(clients, indices=clients.indices[has_batch[clients.owners]], offsets=offsets)
+    return has_batch
 
 
 def _configured_batch_sizes(config: Config, sizes: np.ndarray) -> np.ndarray:

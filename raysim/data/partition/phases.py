@@ -7,7 +7,7 @@ trains. A client trains on the examples of the phase of the version that it rece
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from raysim.config.sections.phases import ClassTasks, OwnPhases, Redraw
 from raysim.config.users_function import call_function
 from raysim.data.dataset import Dataset
-from raysim.data.partition.clients import Clients, ExampleLists
+from raysim.data.partition.clients import Clients, ExampleLists, union
 from raysim.data.partition.given_partitions import as_lists
 from raysim.errors import ConfigError
 from raysim.randomness import generator
@@ -81,7 +81,7 @@ def add_phases(
                 "phases or the partition"
             )
     starts = [phase * phases.rounds for phase in range(phases.count)]
-    whole = _union(lists)
+    whole = union(lists)
     return replace(
         clients,
         indices=whole.indices,
@@ -151,12 +151,3 @@ def _by_function(
             )
         lists.append(of_phase)
     return lists
-
-
-def _union(lists: Sequence[ExampleLists]) -> ExampleLists:
-    """Return for each client the examples that it has in any phase, ascending."""
-    n_clients = len(lists[0])
-    pairs = np.concatenate([np.stack([part.owners, part.indices]) for part in lists], axis=1)
-    owners, indices = np.unique(pairs, axis=1)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=n_clients))])
-    return ExampleLists(indices, offsets.astype(np.int64))
