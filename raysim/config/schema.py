@@ -174,7 +174,7 @@ class Config(Section):
 
     @property
     def has_class_tasks(self) -> bool:
-        """Whether clients train on class-incremental tasks."""
+        """True if `partition.phases` divides the classes into tasks."""
         return isinstance(self.partition.phases, ClassTasks)
 
     @property

@@ -27,7 +27,7 @@ def same_values(tensor: Tensor, other: Tensor) -> bool:
 
 
 CANCELLED = 0.01
-"""Where terms cancel, what remains is rounding: the share of the tolerance that it may take."""
+"""Share of the tolerance within which two sums may differ whose terms cancel."""
 
 
 def close(a: Tensor, b: Tensor, tolerance: float | None = None, magnitude: float = 0.0) -> bool:

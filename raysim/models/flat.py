@@ -118,7 +118,7 @@ class Model:
         self.classifier = classifier_of(self.module, classes)
         """The last linear layer with one output per class."""
         self._frozen_values: list[Tensor] = []
-        """What `set_frozen` has set last; one list for all precisions, which share the net."""
+        """The values of the last `set_frozen`; a list that models of all precisions share."""
         self.frozen_statistics = False
         """True if normalisation layers use their running statistics in all modes."""
         size_below_classifier = 0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 SEGMENT_SHIFT = 47
-"""A polynomial serves the numbers of float64 that agree but for their last 47 bits."""
+"""float64 numbers that differ only in their last 47 bits are computed by one polynomial."""
 NODES = 0.0, 0.25, 0.75, 1.0
 """Points of interpolation in a segment; with both ends, the quantile is continuous."""
 NUMBERS_PER_PART = 1 << 16

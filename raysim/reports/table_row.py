@@ -220,7 +220,7 @@ class TableRow:
 
     @property
     def is_near(self) -> bool:
-        """Whether the result lies within two published standard deviations of the published one."""
+        """True if the result is within two standard deviations of the published figure."""
         return self.difference is not None and abs(self.difference) <= 2
 
     @property

@@ -36,7 +36,7 @@ class ServerRule(Rule):
     needs_task: ClassVar[bool] = False
     """Whether `update` reads `reports.task`; a rule with `needs_public_data` need not set it."""
     changes_frozen: ClassVar[bool] = False
-    """Whether `update` changes parameters of the net that clients do not train. They are the state
+    """True if `update` changes parameters of the net that clients do not train. They are the state
     "frozen", [F]: the tensors of `problem.frozen`, flat and in this order. `provides` has this key
     too, so it reaches clients, evaluation and checkpoints, and counts as traffic."""
     counts_equally: ClassVar[bool] = False

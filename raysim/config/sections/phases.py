@@ -24,8 +24,8 @@ class ClassTasks(PhasesOfRounds):
 
     name: Literal["classes"]
     shuffle: bool = False
-    """Whether the classes are in a random order, of `partition.seed` or the run's seed, before they
-    are divided into tasks of equal size; false: in that of their numbers."""
+    """True: the classes are shuffled, by `partition.seed` or else the run's seed, and then divided
+    into tasks of equal size. False: the first task has the classes of the lowest numbers."""
 
 
 class Redraw(PhasesOfRounds):

@@ -10,42 +10,28 @@ from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import absolute_uri, database_of, mask_secrets
 from raysim.errors import ConfigError
 from raysim.tracking.mlflow_process.connection import Connection, check
+from raysim.tracking.mlflow_process.run_in_store import RunInStore
 from raysim.tracking.store_errors import brief
 
 MAX_METRICS_PER_REQUEST = 1000
 """MLflow's limit of metrics in a request."""
 
 
-class RunClient:
-    """Client of an MLflow server or database for one run; used by one thread.
+class RunClient(RunInStore):
+    """Client of an MLflow server or database for one run.
 
     Args:
         connection: the thread's connection to the process that calls MLflow.
-        uri: absolute tracking URI.
-        experiment: name of the experiment, which is created if it does not exist.
-        run_id: MLflow's id of the run that has received earlier records; None: none has.
-        run_dir: the run's folder, to which the paths of its files are relative.
-        replaces: id of a deleted run, whose records a new run receives; None: no run is replaced.
+        arguments: those of `RunInStore`.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        uri: str,
-        experiment: str,
-        run_id: str | None,
-        run_dir: Path,
-        replaces: str | None = None,
-    ) -> None:
+    def __init__(self, connection: Connection, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.connection = connection
-        self.uri, self.experiment, self.run_id = uri, experiment, run_id
-        self.run_dir, self.replaces = Path(run_dir).absolute(), replaces
-        self.key: str | None = None
-        """Id of the open run in its start record, possibly the provisional one."""
         self.refused = 0
         """Number of records that the server refused for good."""
         self.refuses_files = False
-        """Whether the store has refused a file."""
+        """True if the store has refused a file."""
 
     def send(self, records: list[dict[str, Any]]) -> int:
         """Send the first record, or as many metric records as fit in one batch.
@@ -64,15 +50,10 @@ class RunClient:
             Exception: any error of MLflow or the network. The record may or may not have arrived;
                 try again.
         """
-        run = {
-            "uri": self.uri,
-            "experiment": self.experiment,
-            "run_id": self.run_id,
-            "run_dir": str(self.run_dir),
-            "replaces": self.replaces,
-        }
         together = records[: _together(records)]
-        reply = self.connection.request({"call": "send", "run": run, "records": together})
+        reply = self.connection.request(
+            {"call": "send", "run": self.arguments(), "records": together}
+        )
         # A process that was started again knows of the opened run by its id only.
         self.run_id, self.key = reply["run_id"], reply["key"] or self.key
         check(reply)

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from raysim.errors import RaysimError
 from raysim.tracking.mlflow_process import store
 from raysim.tracking.mlflow_process.run_client import MAX_METRICS_PER_REQUEST
+from raysim.tracking.mlflow_process.run_in_store import RunInStore
 from raysim.tracking.recorder import legal
 from raysim.tracking.spool import plain
 from raysim.tracking.store_errors import FileRefused, Refused, RunDeleted, brief
@@ -27,37 +28,19 @@ _REPLACES_TAG = "raysim.replaces"
 """Tag of a run with the id of the deleted run that it replaces."""
 
 
-class StoredRun:
-    """One run in an MLflow server or database; used by one thread.
+class StoredRun(RunInStore):
+    """A run to which this process sends records; see `RunInStore` for the arguments."""
 
-    Args:
-        uri: absolute tracking URI.
-        experiment: name of the experiment, which is created if it does not exist.
-        run_id: MLflow's id of the run that has received earlier records; None: none has.
-        run_dir: the run's folder, to which the paths of its files are relative.
-        replaces: id of a deleted run, whose records a new run receives; None: no run is replaced.
-    """
-
-    def __init__(
-        self,
-        uri: str,
-        experiment: str,
-        run_id: str | None,
-        run_dir: Path,
-        replaces: str | None = None,
-    ) -> None:
-        self.uri, self.experiment, self.run_id = uri, experiment, run_id
-        self.run_dir, self.replaces = Path(run_dir).absolute(), replaces
-        self.key: str | None = None
-        """Id of the open run in its start record, possibly the provisional one."""
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self.notes: list[str] = []
         """Warnings for the log."""
         self._client: Any = None
         self._experiment_id = ""
         # Which steps a reopened run has, by metric; None for a run that was created here: all of it
         # came from here.
-        self._steps: dict[str, set[int]] | None = {} if run_id else None
-        self._artifacts = store.artifact_location(uri)
+        self._steps: dict[str, set[int]] | None = {} if self.run_id else None
+        self._artifacts = store.artifact_location(self.uri)
 
     @property
     def is_server(self) -> bool:
