@@ -7,12 +7,12 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-from fields import entry, values_text
+from fields import entry
 from pydantic import BaseModel
 
 from raysim.attacks.attack_options import AttackOptions
 from raysim.attacks.noise_matching import MatchOptions
-from raysim.cli.pages.keys import first_paragraph, keys_of
+from raysim.cli.pages.keys import first_paragraph, keys_of, values_of_keys
 from raysim.config.explain import annotation_types
 from raysim.config.schema import Config
 from raysim.config.sections.groups import GroupLocal
@@ -148,13 +148,14 @@ def _name(model: type[BaseModel]) -> str:
 
 def _definition_list(model: type[BaseModel], prefix: str = "", hidden: Collection[str] = ()) -> str:
     """Return the keys of a section as a definition list, except hidden ones."""
-    schema = model.model_json_schema()
+    values = values_of_keys(model)
     entries = []
     for key in keys_of(model):
         if key.name in hidden:
             continue
-        values = values_text(schema["properties"][key.name], schema.get("$defs", {}))
+        text = f"`{values[key.name]}`"
         if model is Config:
-            values = values.replace("a section", f"a [section](#{key.name})")
-        entries.append(entry(key, values, prefix))
+            text = text.replace("`section`", f"a [section](#{key.name})")
+            text = text.replace("`section or null`", f"a [section](#{key.name}) or `null`")
+        entries.append(entry(key, text, prefix))
     return "\n".join(entries)

@@ -9,12 +9,11 @@ from itertools import groupby
 from pathlib import Path
 
 import yaml
-from fields import entry, values_text
-from pydantic import TypeAdapter
+from fields import entry
 from result_pages import CONFIGS, REPOSITORY, about
 
 from raysim.algorithms.fedavg import AUTHORS_CODE, FedAvgClient, FedAvgServer
-from raysim.cli.pages.keys import first_paragraph, keys_of, plain
+from raysim.cli.pages.keys import first_paragraph, keys_of, plain, values_of_keys
 from raysim.cli.pages.method_page import command
 from raysim.config.loading import shipped
 from raysim.rules import contract
@@ -110,9 +109,9 @@ def _hyperparameters(method: Algorithm) -> Iterator[str]:
     yield "Each is a key of the section `algorithm`.\n"
     for half, rule in (("Client", method.client), ("Server", method.server)):
         yield f"**{half} rule `{rule.name}`.** {first_paragraph(rule)}\n"
-        schema = TypeAdapter(rule).json_schema()
+        values = values_of_keys(rule)
         for key in keys_of(rule, method.settings):
-            yield entry(key, values_text(schema["properties"][key.name], schema.get("$defs", {})))
+            yield entry(key, f"`{values[key.name]}`")
 
 
 def _settings(method: Algorithm) -> Iterator[str]:

@@ -155,18 +155,3 @@ def test_links_of_readmes_lead_where_they_did(extension):
     pages = extension("result_pages").pages()
     assert "](../../configs/gradma/pictures/full_table1_mnist.png)" in pages["gradma"]
     assert "](gradma.md)" in pages["claims"]
-
-
-@pytest.mark.parametrize(
-    ("schema", "words"),
-    [
-        ({"type": "integer", "minimum": 1}, "an integer ≥ 1"),
-        ({"type": "number", "minimum": 0, "maximum": 1}, "a number from 0 to 1"),
-        ({"type": "number", "minimum": 0, "exclusiveMaximum": 1}, "a number ≥ 0, < 1"),
-        ({"anyOf": [{"const": "full"}, {"type": "null"}]}, "`full` or `null`"),
-        ({"enum": ["a", "b", "c"]}, "`a`, `b` or `c`"),
-        ({"type": "array", "items": {"type": "integer"}}, "a list"),
-    ],
-)
-def test_values_in_words(extension, schema: dict[str, Any], words: str):
-    assert extension("fields").values_text(schema, {}) == words

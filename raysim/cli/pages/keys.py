@@ -96,10 +96,10 @@ BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "m
 
 def _values(kind: Mapping[str, Any]) -> str:
     """Return the values that a JSON Schema allows."""
-    if "$ref" in kind or "oneOf" in kind:
+    if "$ref" in kind:
         return "section"
-    if "anyOf" in kind:
-        return " or ".join(filter(None, dict.fromkeys(map(_values, kind["anyOf"]))))
+    if kinds := kind.get("anyOf") or kind.get("oneOf"):
+        return " or ".join(dict.fromkeys(map(_values, kinds)))
     if "enum" in kind:
         return " | ".join(map(str, kind["enum"]))
     if "const" in kind:
@@ -110,8 +110,8 @@ def _values(kind: Mapping[str, Any]) -> str:
         return f"[{_values(kind.get('items', {}))}, ...]"
     if kind.get("type") == "boolean":
         return "true | false"
-    bounds = [f"{sign} {kind[name]:g}" for name, sign in BOUNDS.items() if name in kind]
-    return " ".join([kind.get("type", ""), ", ".join(bounds)]).strip()
+    bounds = [f"{sign} {kind[name]}" for name, sign in BOUNDS.items() if name in kind]
+    return " ".join([kind.get("type", "any value"), ", ".join(bounds)]).strip()
 
 
 def net_keys(name: str) -> list[Key]:
