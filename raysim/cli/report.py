@@ -24,22 +24,6 @@ T = TypeVar("T")
 
 _SPENT = "rounds, bytes, virtual-time or seconds"
 
-PLOT_OPTIONS = (
-    "where",
-    "x",
-    "y",
-    "keys",
-    "metric",
-    "x_axis",
-    "over",
-    "group",
-    "panels",
-    "target",
-    "statistic",
-    "log_x",
-)
-"""Options that change what a plot shows."""
-
 OF_COMMANDS = ("runs", "uri", "ledger", "where", "label", "form", "out", "log")
 """Parameters of commands that are no options of a kind of report."""
 
@@ -323,13 +307,10 @@ def report_claims(
 def _print_plot(context: typer.Context, kind: str) -> None:
     """Draw a report, print it in words, and store its file if that is wanted."""
     from raysim.reports.report_kinds import PLOTTED_KINDS
-    from raysim.reports.table_report import cost_unit_of
 
     values = context.params
     out = values["out"] or _picture(context, kind)
     check_picture(out)
-    # Reading the runs takes long, so the unit is checked before.
-    cost_unit_of(values.get("x_axis", "rounds"))
     source, options = _source_and_options(context)
     report = PLOTTED_KINDS[kind](source, aside, **options)
     drawn = _written(out, report.plot)
@@ -361,7 +342,8 @@ def _picture(context: typer.Context, report: str) -> Path:
     parts = [*(Path(name).name for name in names), report]
     for option in context.command.params:
         value = values.get(option.name)
-        if option.name in PLOT_OPTIONS and value not in (None, (), option.default):
+        is_of_plot = option.name == "where" or option.name not in OF_COMMANDS
+        if is_of_plot and value not in (None, (), option.default):
             parts.append(_in_a_name(option.name, value))
     return Path(f"{'-'.join(parts)}.png")
 

@@ -129,17 +129,19 @@ def _list_trials(planned: Sweep, taken: Mapping[Path, Row] | None, console: Term
 
     A trial that is left alone shows all keys that the file varies.
     """
-    from raysim.reports.grouping import value_named
+    from raysim.reports.grouping import full_name
     from raysim.sweeps.search_space import as_text
 
     keys = list(planned.axes or planned.trials[0].values)
     table = Table("", *keys, "folder", box=None)
     for trial in planned.trials:
-        params = trial.params
-        values = [
-            as_text(trial.values[key]) if key in trial.values else value_named(params, key) or "–"
-            for key in keys
-        ]
+        values = []
+        for key in keys:
+            if key in trial.values:
+                values.append(as_text(trial.values[key]))
+            else:
+                name = full_name(key, trial.params)
+                values.append(trial.params[name] if name else "–")
         state = "ledger" if trial.folder in (taken or {}) else "done" if planned.done(trial) else ""
         table.add_row(state, *values, trial.folder.name)
     print_table(table, console)

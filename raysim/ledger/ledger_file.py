@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -96,29 +96,16 @@ def _possible_cause(row: Row, other: Row) -> str:
     return f"their versions differ: {', '.join(differing)}" if differing else "check both"
 
 
-def unique(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows without those whose results are in an earlier row.
-
-    Args:
-        rows: Rows of any ledgers, in the order of the files.
-    """
-    first: dict[str, Row] = {}
-    for row in rows:
-        first.setdefault(row.key, row)
-    return list(first.values())
-
-
-def without_copies(rows: Iterable[Row]) -> list[Row]:
+def unique(rows: Iterable[Row], key: Callable[[Row], Hashable] = lambda row: row.key) -> list[Row]:
     """Return the rows without those that an earlier row repeats.
 
-    Rows of one run that were computed on other CPU capabilities, or have other digests, are kept.
-
     Args:
         rows: Rows of any ledgers, in the order of the files.
+        key: What equal rows share. Default: their results.
     """
-    first: dict[tuple, Row] = {}
+    first: dict[Hashable, Row] = {}
     for row in rows:
-        first.setdefault((row.key, row.cpu, row.digest), row)
+        first.setdefault(key(row), row)
     return list(first.values())
 
 
@@ -191,7 +178,8 @@ def merge(
     """
     with _locked(Path(out)) if Path(out).exists() else nullcontext():
         rows = read_rows(paths, say, missing)
-        kept = without_copies(rows)
+        # Rows of one run from other kinds of CPU, or with other digests, are no copies.
+        kept = unique(rows, key=lambda row: (row.key, row.cpu, row.digest))
         try:
             files.write_file(Path(out).resolve(), "".join(as_line(row) + "\n" for row in kept))
         except OSError as error:

@@ -11,17 +11,19 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import pandas as pd
 
-from raysim.config.schema import SECTIONS_WITH_NAME
+from raysim.config.schema import FEDAVG, SECTIONS_WITH_NAME
 from raysim.errors import ConfigError
-from raysim.reports import method_sides
 from raysim.reports.published import same_value
 from raysim.reports.table_row import short
-from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun
+from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun, counted
 from raysim.reports.value_names import readable
 from raysim.spelling import did_you_mean
 
 SIDE_COLUMN = "side"
 """Derived parameter: the side on which a method differs from FedAvg. Shown only on request."""
+
+SIDES = ("client side", "server side", "both sides")
+"""Values of `side`, in the order in which tables sort them."""
 
 SCENARIO_KEY_PREFIXES = ("data.", "partition.", "model.", "groups.", "schedule.", "privacy.")
 """Prefixes of the parameters that define the scenario in which methods are compared."""
@@ -88,21 +90,21 @@ def value_of(params: Mapping[str, str], key: str) -> str | None:
     if key != SIDE_COLUMN:
         return params.get(key)
     client, server = params.get("client.name"), params.get("server.name")
-    return method_sides.side(client, server) if client and server else None
+    return side(client, server) if client and server else None
 
 
-def value_named(params: Mapping[str, str], key: str) -> str | None:
-    """Return the value of a parameter that a user has named.
+def side(client: str, server: str) -> str:
+    """Return the side on which a method differs from FedAvg, one of `SIDES`.
+
+    FedAvg itself counts as client side, as in the tables of Luo 2023.
 
     Args:
-        params: Parameters of a run.
-        key: Name as for `resolved`.
-
-    Returns:
-        The value as text; None if the run has no such parameter.
+        client: Name of the client rule.
+        server: Name of the server rule.
     """
-    name = full_name(key, params)
-    return None if name is None else params[name]
+    if server == FEDAVG:
+        return SIDES[0]
+    return SIDES[1] if client == FEDAVG else SIDES[2]
 
 
 def having(
@@ -320,8 +322,7 @@ def apart(
     complete = [run for run in runs if needed <= run.params.keys()]
     n_omitted = len(runs) - len(complete)
     if n_omitted:
-        runs_text = "run" if n_omitted == 1 else "runs"
-        say(f"left out: {n_omitted} {runs_text} without {' or '.join(keys)}")
+        say(f"left out: {counted(n_omitted, 'without')} {' or '.join(keys)}")
     differing = varied([run.params for run in complete])
     parts = _divided(complete, [key for key in differing if key not in known])
     labels = map(label, readable([named for named, _ in parts]))
@@ -427,8 +428,8 @@ def by_size(text: str | None) -> tuple:
     Args:
         text: Value of a parameter; None sorts as an empty text.
     """
-    if text in method_sides.SIDES:
-        return (1, method_sides.SIDES.index(text) - len(method_sides.SIDES), "")
+    if text in SIDES:
+        return (1, SIDES.index(text) - len(SIDES), "")
     try:
         return (0, float(text or ""), "")
     except ValueError:

@@ -16,24 +16,15 @@ from raysim.reports.tracked import FinishedRun, counted
 from raysim.spelling import did_you_mean
 
 
-def title(wanted: Sequence[str], ledgers: Sequence[str | Path]) -> str:
-    """Return the names of the experiments, or of the files if there are none, for errors.
-
-    Args:
-        wanted: Names of experiments; empty: all rows.
-        ledgers: Paths of the ledgers.
-    """
-    return ", ".join(wanted or map(str, ledgers))
-
-
 def finished_rows(
-    ledgers: Sequence[str | Path], wanted: Sequence[str], say: Callable[[str], None]
+    ledgers: Sequence[str | Path], wanted: Sequence[str], title: str, say: Callable[[str], None]
 ) -> list[FinishedRun]:
     """Return the finished runs of ledgers.
 
     Args:
         ledgers: The files. Of several rows of one run the first one counts.
         wanted: Names of experiments; empty: all rows.
+        title: Names of the runs, for errors.
         say: Called with one line for each group of rows that are left out, and each bad row.
 
     Raises:
@@ -53,9 +44,7 @@ def finished_rows(
     if len(finished) < len(selected):
         say(f"{counted(len(selected) - len(finished), 'left out')}: stopped early")
     if not finished:
-        raise ConfigError(
-            f"{title(wanted, ledgers)}: no run is finished; raysim sweep --ledger adds rows"
-        )
+        raise ConfigError(f"{title}: no run is finished; raysim sweep --ledger adds rows")
     # Of runs with the same parameters reports use the last, and of rows the first one counts.
     return [_finished_run(_completed(row)) for row in reversed(unique(finished))]
 

@@ -1,8 +1,8 @@
 """Finished runs of the tracking store, or of ledgers in its place.
 
 Reports read only MLflow and therefore work for runs of other machines and users. They write to
-MLflow in two cases: `keep` stores files of a report, and `finished_runs` marks runs whose processes
-have died as FAILED.
+MLflow in two cases: `keep` stores files of a report, and runs whose processes have died are marked
+as FAILED.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from raysim.errors import ConfigError
 from raysim.reports.grouping import with_values
-from raysim.reports.ledger_runs import finished_rows, title
+from raysim.reports.ledger_runs import finished_rows
 from raysim.reports.tracked import (
     CostUnit,
     FinishedRun,
@@ -71,76 +72,54 @@ class RunSource:
         say: Callable[[str], None] = lambda line: None,
         cost_unit: CostUnit = "rounds",
     ) -> list[TrackedRun]:
-        """Return the finished runs; `finished_runs` describes the arguments.
+        """Return the finished runs with the history of a metric.
+
+        Of several runs with the same parameters and seed only the newest is returned.
 
         Args:
-            metric: See `finished_runs`.
-            say: See `finished_runs`.
-            cost_unit: See `finished_runs`.
+            metric: Metric of the histories; see `with_histories`.
+            say: Called with one line for each group of omitted runs.
+            cost_unit: Unit of the runs' cost.
 
         Raises:
-            ConfigError: See `finished_runs`, or a ledger cannot be read.
-            RaysimError: See `finished_runs`.
+            ConfigError: An experiment, a run or the metric (`MetricMissing`) does not exist, no run
+                is finished, none has the values of `where`, or a ledger cannot be read.
+            RaysimError: The tracking store cannot be read.
         """
-        if not self.ledgers:
-            return finished_runs(self.names, self.uri, metric, say, cost_unit, self.where)
-        rows = _with_values(finished_rows(self.ledgers, self.names, say), self.where)
-        return with_histories(rows, title(self.names, self.ledgers), metric, say, cost_unit)
+        title = ", ".join(self.names or map(str, self.ledgers))
+        # The store stays open, because it is asked for histories one by one.
+        with nullcontext() if self.ledgers else open_store(self.uri) as client:
+            if client is None:
+                runs = finished_rows(self.ledgers, self.names, title, say)
+            else:
+                runs = _finished_in_store(client, self.names, title, say)
+            chosen = with_values([run.params for run in runs], self.where, "run")
+            return with_histories([runs[i] for i in chosen], title, metric, say, cost_unit)
 
 
-def finished_runs(
-    wanted: Sequence[str],
-    uri: str | None = None,
-    metric: str | None = None,
-    say: Callable[[str], None] = lambda line: None,
-    cost_unit: CostUnit = "rounds",
-    where: Sequence[str] = (),
-) -> list[TrackedRun]:
-    """Return the finished runs in MLflow, with the history of a metric.
-
-    Args:
-        wanted: Names of experiments, and ids of runs. The id of a sweep stands for its trials.
-        uri: Address of the tracking store. Default: that of a configuration.
-        metric: Metric of the histories; see `with_histories`.
-        say: Called with one line for each group of omitted runs.
-        cost_unit: Unit of the runs' cost.
-        where: KEY=VALUE texts: only runs with these values; see `grouping.with_values`.
-
-    Returns:
-        The runs. Of several runs with the same parameters and seed only the newest is returned.
-
-    Raises:
-        ConfigError: An experiment, a run or the metric (`MetricMissing`) does not exist, or no run
-            is finished, or none has the values of `where`.
-        RaysimError: The tracking store cannot be read.
-    """
-    with open_store(uri) as client:
-        selected = {run.info.run_id: run for name in wanted for run in _selected(client, name)}
-        selected |= _ended(client, selected, say)
-        trained = [run for run in selected.values() if _trains(run)]
-        done = [run for run in trained if run.info.status == "FINISHED"]
-        if len(done) < len(trained):
-            say(f"{counted(len(trained) - len(done), 'left out')}: unfinished or failed")
-        if not done:
-            raise ConfigError(f"{', '.join(wanted)}: {_why_empty(trained)}")
-        finished = []
-        for run in sorted(done, key=lambda run: run.info.start_time):
-            run_id = run.info.run_id
-            history = partial(_history, client, run_id)
-            metrics = frozenset(run.data.metrics)
-            finished.append(FinishedRun(run_id, _parameters(run), metrics, history))
-        chosen = _with_values(finished, where)
-        return with_histories(chosen, ", ".join(wanted), metric, say, cost_unit)
+def _finished_in_store(
+    client: Any, wanted: Sequence[str], title: str, say: Callable[[str], None]
+) -> list[FinishedRun]:
+    """Return the finished runs in MLflow, the oldest first. The id of a sweep means its trials."""
+    selected = {run.info.run_id: run for name in wanted for run in _selected(client, name)}
+    selected |= _ended(client, selected, say)
+    trained = [run for run in selected.values() if _trains(run)]
+    done = [run for run in trained if run.info.status == "FINISHED"]
+    if len(done) < len(trained):
+        say(f"{counted(len(trained) - len(done), 'left out')}: unfinished or failed")
+    if not done:
+        raise ConfigError(f"{title}: {_why_empty(trained)}")
+    finished = []
+    for run in sorted(done, key=lambda run: run.info.start_time):
+        run_id = run.info.run_id
+        history = partial(_history, client, run_id)
+        finished.append(FinishedRun(run_id, _parameters(run), frozenset(run.data.metrics), history))
+    return finished
 
 
 def _trains(run: Any) -> bool:
     """Return whether an MLflow run trains, and does not only hold other runs or reports."""
     return "true" not in (run.data.tags.get("raysim.sweep"), run.data.tags.get("raysim.report"))
-
-
-def _with_values(runs: Sequence[FinishedRun], where: Sequence[str]) -> list[FinishedRun]:
-    """Return the runs whose parameters have the values of KEY=VALUE texts."""
-    return [runs[i] for i in with_values([run.params for run in runs], where, "run")]
 
 
 def _parameters(run: Any) -> dict[str, str]:
@@ -170,10 +149,8 @@ def _ended(client: Any, runs: Mapping[str, Any], say: Callable[[str], None]) -> 
         folder for folder, run_id in folders.items() if Tail(folder).run_id == run_id
     )
     if ended:
-        say(
-            f"{len(ended)} run{'s'[: len(ended) != 1]} marked FAILED: the processes have died "
-            "without ending them"
-        )
+        died = "marked FAILED: the processes have died without ending them"
+        say(counted(len(ended), died))
     return {folders[folder]: client.get_run(folders[folder]) for folder in ended}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -443,19 +442,17 @@ def _best_rows(table: Sequence[TableRow], figure: Figure) -> list[int]:
     """
     if accumulates(figure.metric):
         return []
-    best: dict[tuple, list[int]] = {}
+    by_scenario: dict[tuple, list[tuple[float, int]]] = {}
     for i, row in enumerate(table):
         value = row.values[figure]
-        rivals = best.setdefault(row.rank.scenario if row.rank else (), [])
-        if value is None:
-            continue
-        key = value_key(value, figure.lower)
-        best_key = value_key(table[rivals[0]].values[figure], figure.lower) if rivals else key
-        if key < best_key:
-            rivals.clear()
-        if key <= best_key:
-            rivals.append(i)
-    return list(itertools.chain.from_iterable(best.values()))
+        if value is not None:
+            scenario = row.rank.scenario if row.rank else ()
+            by_scenario.setdefault(scenario, []).append((value_key(value, figure.lower), i))
+    best: list[int] = []
+    for rivals in by_scenario.values():
+        best_key, _ = min(rivals)
+        best += [i for key, i in rivals if key == best_key]
+    return best
 
 
 def number(mean: float | None, std: float | None, percent: bool) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from raysim.errors import ConfigError
 from raysim.reports import published
@@ -93,7 +92,7 @@ def table_report(
             "relative_to (--relative-to): needs a target to scale; pass target (--target) too, "
             "as a number"
         )
-    printed = _read_paper(paper, metrics, statistics)
+    printed = published.read_published(paper) if paper else []
     say = _once(say)
     runs, *runs_of_others = _runs_by_metric(source, say, metrics, select_by, cost_unit)
     if paper:
@@ -162,18 +161,6 @@ def split_keys(keys: KeyNames | None) -> list[str] | None:
     if not keys:
         return None
     return keys.split(",") if isinstance(keys, str) else list(keys)
-
-
-def _read_paper(
-    paper: str | None, metric: Sequence[str] | None, statistics: Sequence[Statistic]
-) -> list[published.PublishedResult]:
-    """Return the results of a paper; none without a paper."""
-    if not paper:
-        return []
-    # Reading the runs takes long, so a metric that is named is checked before.
-    if metric:
-        _check_published(metric[0], statistics)
-    return published.read_published(paper)
 
 
 def _goal(
@@ -354,21 +341,26 @@ def _target_number(target: float | str | None, with_paper: bool) -> float | None
         ) from None
 
 
-def cost_unit_of(x_axis: str) -> Any:
+X_AXES: dict[str, CostUnit] = {
+    "rounds": "rounds",
+    "bytes": "bytes",
+    "virtual-time": "virtual time",
+    "seconds": "seconds",
+}
+"""Unit of cost of each value of `x_axis`."""
+
+
+def cost_unit_of(x_axis: str) -> CostUnit:
     """Return the unit of cost for a value of `x_axis`.
 
     Args:
-        x_axis: "rounds", "bytes", "virtual-time" or "seconds".
-
-    Returns:
-        The unit, a `raysim.reports.tracked.CostUnit`.
+        x_axis: a key of `X_AXES`.
 
     Raises:
         ConfigError: The unit is unknown.
     """
-    known = ("rounds", "bytes", "virtual-time", "seconds")
-    if x_axis not in known:
+    if x_axis not in X_AXES:
         raise ConfigError(
-            f"x_axis (--x-axis): unknown unit '{x_axis}'{did_you_mean(x_axis, known)}"
+            f"x_axis (--x-axis): unknown unit '{x_axis}'{did_you_mean(x_axis, X_AXES)}"
         )
-    return x_axis.replace("-", " ")
+    return X_AXES[x_axis]

@@ -7,7 +7,7 @@ written to a file that is named after their content, so that the run can be resu
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,11 @@ def named_source(source: str | Path | Mapping[str, Any]) -> str | Path | dict[st
 
 def _without_objects(key: str, value: Any) -> Any:
     """Return the value of a key, in any depth, without objects."""
-    name_of = _entry(LISTS, key)
+    name_of = LISTS.get(_place(key))
     if name_of is not None and value is not None:
         return _list_without_objects(key, value, name_of)
     section = key.removesuffix(".name")
-    name_of = _entry(SECTIONS, section)
+    name_of = SECTIONS.get(_place(section))
     if name_of is not None:
         named = _section(section, value, name_of)
         if section != key and isinstance(named, Mapping):
@@ -86,14 +86,9 @@ def _without_objects(key: str, value: Any) -> Any:
     return _plain(key, value)
 
 
-def _entry(
-    entries: Mapping[str, Callable[[str, Any], Section]], key: str
-) -> Callable[[str, Any], Section] | None:
-    """Return the entry for a key, in which * stands for the name of a group; None without one."""
-    for place, name_of in entries.items():
-        if fnmatch.fnmatchcase(key, place) and key.count(".") == place.count("."):
-            return name_of
-    return None
+def _place(key: str) -> str:
+    """Return a key with * in place of the name of a group."""
+    return re.sub(r"^groups\.[^.]+", "groups.*", key)
 
 
 def _list_without_objects(

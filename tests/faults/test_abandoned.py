@@ -20,7 +20,7 @@ from support.processes import client_of, run_in
 from raysim.config.sections.storage import Tracking
 from raysim.errors import ConfigError
 from raysim.planning import doctor
-from raysim.reports.runs import finished_runs
+from raysim.reports.runs import RunSource
 from raysim.system import lock
 from raysim.tracking import abandoned
 from raysim.tracking.recorder import Clock
@@ -65,7 +65,7 @@ def report(uri: str, experiment: str) -> list[str]:
     """What a report says of an experiment in which no run is finished."""
     messages: list[str] = []
     with pytest.raises(ConfigError, match="no run is finished"):
-        finished_runs([experiment], uri, say=messages.append)
+        RunSource([experiment], uri).finished(say=messages.append)
     return messages
 
 

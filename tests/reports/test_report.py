@@ -24,7 +24,7 @@ from raysim.reports import table_report, value_names
 from raysim.reports.analysis import aggregate, comparisons
 from raysim.reports.analysis.curves import curves
 from raysim.reports.analysis.targets import fraction_of
-from raysim.reports.runs import finished_runs
+from raysim.reports.runs import RunSource
 from raysim.reports.table_columns import ResultsTable
 from raysim.reports.table_row import Figure
 from raysim.reports.tracked import TrackedRun
@@ -45,7 +45,7 @@ def rows(*arguments: Any, **options: Any) -> list[Any]:
 
 
 def table(wanted: list[str], uri: str, say: Callable[[str], None] = lambda line: None) -> list[Any]:
-    return rows(finished_runs(wanted, uri, say=say), say=say)
+    return rows(RunSource(wanted, uri).finished(say=say), say=say)
 
 
 def run(accuracies: list[float], every: int = 1, **params: object) -> TrackedRun:
@@ -562,7 +562,7 @@ def test_what_runs_spent_comes_from_their_metrics(tmp_path: Path):
     one.finish("FINISHED")
 
     def spent(kind: Any) -> list[float]:
-        (found,) = finished_runs(["spent"], uri, cost_unit=kind)
+        (found,) = RunSource(["spent"], uri).finished(cost_unit=kind)
         return [found.cost(t) for t in (0, 1, 2)]
 
     assert spent("rounds") == [0, 1, 2] and spent("virtual time") == [0, 7, 14]
@@ -576,7 +576,7 @@ def test_a_count_that_was_not_logged_is_zero(tmp_path: Path):
     for t in (1, 2):
         one.metrics({"clients/used": 3.0}, t)
     one.finish("FINISHED")
-    (found,) = finished_runs(["counts"], uri, metric="clients/failed")
+    (found,) = RunSource(["counts"], uri).finished("clients/failed")
     assert found.history == [(1, 0.0), (2, 0.0)]
 
 
@@ -588,7 +588,7 @@ def test_what_was_infinite_comes_back_as_that(tmp_path: Path):
     for t, loss in enumerate((2.0, math.inf, math.nan, 1e300)):
         one.metrics({"loss": loss}, t)
     one.finish("FINISHED")
-    (found,) = finished_runs(["far"], uri, "loss")
+    (found,) = RunSource(["far"], uri).finished("loss")
     assert found.history == [(0, 2.0), (1, math.inf), (3, 1e300)]
 
 

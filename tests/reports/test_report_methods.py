@@ -17,7 +17,7 @@ from raysim.config import explain
 from raysim.config.loading import read_config, shipped
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import keys
-from raysim.reports import method_sides, published
+from raysim.reports import grouping, published
 from raysim.reports.analysis import aggregate, plots
 from raysim.reports.analysis.aggregate import rows
 from raysim.reports.analysis.curves import along, curves, grid
@@ -60,10 +60,10 @@ def test_sides_are_those_of_luo_2023_but_for_scaffold():
     client = ["fedavg", "fedprox", "fedmlb", "moon", "gradma_w"]
     server = ["fedavgm", "mifa", "mifam", "gradma_s"]
     both = ["fedproxm", "fedmlbm", "moonm", "feddyn", "mimelite", "gradma", "scaffold"]
-    for side, names in zip(method_sides.SIDES, (client, server, both), strict=True):
+    for side, names in zip(grouping.SIDES, (client, server, both), strict=True):
         for name in names:
             pair = contract.ALGORITHMS[name]
-            assert method_sides.side(pair.client.name, pair.server.name) == side, name
+            assert grouping.side(pair.client.name, pair.server.name) == side, name
 
 
 def test_rows_by_side():
@@ -572,10 +572,6 @@ def test_an_empty_report_says_what_to_do(store, capsys, monkeypatch):
         ),
         (["names", "--target", "papr"], "(--target): 'papr' is neither a number nor 'paper'"),
         (["names", "--target", "paper"], "(--target): 'paper' needs a paper; pass paper"),
-        (
-            ["names", "--paper", "gradma", "--metric", "loss"],
-            "(--paper): published results are accuracies",
-        ),
         (
             ["names", "--target", "paper", "--paper", "gradma", "--relative-to", "seed=1"],
             "--relative-to",

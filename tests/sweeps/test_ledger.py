@@ -432,12 +432,12 @@ def test_merge_in_place_loses_no_row_that_is_appended_meanwhile(rows, monkeypatc
     write_rows(LEDGER, [rows[0], rows[0]])
     appending = threading.Thread(target=append_rows, args=(LEDGER, rows[1:]))
 
-    def slow(read: list[Row]) -> list[Row]:
+    def slow(read: list[Row], key: Any) -> list[Row]:
         appending.start()
         appending.join(0.3)
-        return unique(read)
+        return unique(read, key)
 
-    monkeypatch.setattr(ledger_file, "without_copies", slow)
+    monkeypatch.setattr(ledger_file, "unique", slow)
     assert ledger_file.merge([LEDGER], LEDGER, fail, "FILE") == (rows[:1], 1)
     appending.join()
     assert read_rows([LEDGER], fail) == rows

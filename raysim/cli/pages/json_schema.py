@@ -86,9 +86,6 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     sections["schedule"] = _union(sections["schedule"])
     units = sections["privacy"]["anyOf"]
     sections["privacy"]["anyOf"] = [kind for unit in units for kind in unit.get("oneOf", [unit])]
-    for model in ("Local", "GroupLocal"):
-        local = definitions[model]["properties"]
-        local["optimizer"] = _union(local["optimizer"])
     for clocked in Clocked.__subclasses__():
         for model in (clocked, *clocked.__subclasses__()):
             if model.__name__ in definitions:
@@ -117,6 +114,7 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     stage_reference = {"$ref": "#/$defs/UploadStage"}
     for model in ("Local", "GroupLocal"):
         local = definitions[model]["properties"]
+        local["optimizer"] = _union(local["optimizer"])
         local["upload"] = {
             "description": local["upload"].get("description", ""),
             "anyOf": [stage_reference, {"type": "array", "items": stage_reference}],

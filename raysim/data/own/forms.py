@@ -69,12 +69,9 @@ class FormReader(ArrayReader):
                     "y_test)"
                 )
             return content[0], content[1], {}
-        type_name = type(content).__name__
-        if isinstance(content, tuple | list):
-            type_name += f" of {len(content)}"
         raise self.error(
             f"expected x, y, x_test, y_test, or a mapping of them, or a train and a test set; got "
-            f"a {type_name}"
+            f"a {_kind(content)}"
         )
 
     def _of_mapping(self, content: Mapping[Any, Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -114,11 +111,8 @@ class FormReader(ArrayReader):
             return self._entries(half, f"the {split} half")
         if isinstance(half, tuple | list) and len(half) == 2:
             return half[0], half[1], None
-        type_name = type(half).__name__
-        if isinstance(half, tuple | list):
-            type_name += f" of {len(half)}"
         raise self.error(
-            f"the {split} examples are a {type_name}; expected (x, y), a mapping of x and y, a "
+            f"the {split} examples are a {_kind(half)}; expected (x, y), a mapping of x and y, a "
             "torch Dataset or a Hugging Face dataset"
         )
 
@@ -205,11 +199,8 @@ class FormReader(ArrayReader):
             return self._entries(example, place)
         if isinstance(example, tuple | list) and len(example) == 2:
             return *example, None
-        type_name = type(example).__name__
-        if isinstance(example, tuple | list):
-            type_name += f" of {len(example)}"
         raise self.error(
-            f"{place} is a {type_name}; expected a pair (x, y), or a mapping that names its "
+            f"{place} is a {_kind(example)}; expected a pair (x, y), or a mapping that names its "
             "entries: x, y and user"
         )
 
@@ -264,6 +255,12 @@ def read_column(half: Any, name: str) -> Any:
     is_double = getattr(feature, "dtype", "") in ("float64", "double")
     table = half.with_format("numpy", **({"dtype": np.float64} if is_double else {}))
     return table[name][:]
+
+
+def _kind(value: Any) -> str:
+    """Return the type of a value, of a tuple or a list with its length."""
+    name = type(value).__name__
+    return f"{name} of {len(value)}" if isinstance(value, tuple | list) else name
 
 
 def _is_transformed(table: Any) -> bool:
