@@ -63,21 +63,6 @@ MAX_HINTS = 3
 """Largest number of full names that are suggested for a key without its section."""
 
 
-def section_keys(section: str, name: str) -> set[str] | None:
-    """Return the keys of a section; None for a user's object or an unknown name.
-
-    Args:
-        section: data, partition, schedule, or one of `SECTIONS_IN`.
-        name: the section's `name`.
-    """
-    if ":" in name:  # of a user's object, which has keys of its own
-        return None
-    for model in _section_models(section):
-        if not _key_names(model) or name in _key_names(model):
-            return set(model.model_fields)
-    return None
-
-
 def shared_keys(section: str, before: str, name: str) -> set[str]:
     """Return the keys of a section that keep their meaning when the section's name changes.
 
@@ -90,7 +75,16 @@ def shared_keys(section: str, before: str, name: str) -> set[str]:
     """
     if section == "model":
         return set()
-    return (section_keys(section, before) or set()) & (section_keys(section, name) or set())
+    return _section_keys(section, before) & _section_keys(section, name)
+
+
+def _section_keys(section: str, name: str) -> set[str]:
+    """Return the keys of a section; none for an unknown name, or for a user's object."""
+    for model in _section_models(section):
+        names = _key_names(model)
+        if ":" not in name and (not names or name in names):
+            return set(model.model_fields)
+    return set()
 
 
 def _section_models(section: str) -> list[type[Section]]:

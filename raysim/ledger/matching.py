@@ -28,7 +28,7 @@ def matching_row(
         A row of exactly this run; None: no row stands for it.
     """
     for row in rows:
-        if (covering := cut_to(row, config)) is not None:
+        if (covering := _cut_to(row, config)) is not None:
             return covering
     if stopping is None:
         return None
@@ -38,16 +38,12 @@ def matching_row(
     return None
 
 
-def cut_to(row: Row, config: Config) -> Row | None:
+def _cut_to(row: Row, config: Config) -> Row | None:
     """Return the row of a run of this configuration, or None if `row` does not cover it.
 
     The row covers the run if its identity is the same, and if it has at least its rounds and its
     evaluations. A trial that was stopped early covers the rounds that it completed, and a run that
     its section `stop` ended covers longer ones too.
-
-    Args:
-        row: a row of a ledger.
-        config: resolved configuration of the run.
     """
     wanted = kept_config(config)
     if row.fingerprint != config.fingerprint or not _has_results(row, wanted):
@@ -75,11 +71,8 @@ def _has_results(row: Row, wanted: Mapping[str, Any]) -> bool:
     """Return whether a row has the rounds and the measurements of a run of its identity."""
     if row.rounds < wanted["rounds"] and not row.ended:
         return False
-    return wanted["record_updates"] is None and _measures_the_same(row, wanted)
-
-
-def _measures_the_same(row: Row, wanted: Mapping[str, Any]) -> bool:
-    """Return whether both measure the same, apart from how often they evaluate."""
+    if wanted["record_updates"] is not None:
+        return False
     measured = _without_frequency(row.config["evaluate"])
     asked = _without_frequency(wanted["evaluate"])
     # What these measure depends on the rounds before.

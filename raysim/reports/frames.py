@@ -79,11 +79,6 @@ def report(
         options["where"] = where
     _check_options(kind, options)
     ledgers = [ledger] if isinstance(ledger, str | Path) else list(ledger or ())
-    if runs is None and not ledgers and kind != "claims":
-        raise ConfigError(
-            f"runs: report '{kind}' requires runs; pass names of experiments, or ids of runs, or "
-            "a ledger"
-        )
     names = split_keys(runs) or ()
     if kind == "claims":
         source = claim_section.runs_of_claims(options["config"], names, uri, ledgers)

@@ -247,7 +247,7 @@ def test_claims(uri, tmp_path: Path):
     [
         ("tabel", "methods", {}, "kind: unknown kind of report 'tabel'.*'table'"),
         ("table", "methods", {"targt": 1}, "targt: unknown option of report 'table'.*'target'"),
-        ("table", None, {}, "runs: report 'table' requires runs"),
+        ("table", None, {}, "runs: name experiments, or ids of runs"),
         ("table", "method", {}, "no experiment, and no run, is called 'method'"),
         ("curves", "methods", {"x_axis": "hours"}, "x_axis .--x-axis.: unknown unit 'hours'"),
         (

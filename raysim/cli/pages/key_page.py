@@ -9,23 +9,17 @@ from typing import Any
 from raysim.cli.completion import PLACES
 from raysim.cli.pages.keys import (
     NO_DEFAULT,
+    KeyRow,
     first_paragraph,
-    keys_of,
+    key_rows,
     net_keys,
     print_page,
-    values_of_keys,
 )
 from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean
 
-KeyRow = dict[str, str]
-"""Name, default, values and meaning of a key."""
-
 LISTS = ("evaluate.probes", "local.upload")
 """Keys whose values are lists, so that the keys of an entry have no path of their own."""
-
-TAGS = ("name", "unit")
-"""Keys that choose the kind of a section."""
 
 
 def key_page(listing: str, name: str) -> list[KeyRow]:
@@ -44,18 +38,7 @@ def key_page(listing: str, name: str) -> list[KeyRow]:
             {"key": prefix + key.name, "default": key.default_text, "what": key.meaning}
             for key in net_keys(name)
         ]
-    part = _part(listing, name)
-    values = values_of_keys(part)
-    return [
-        {
-            "key": prefix + key.name,
-            "default": key.default_text,
-            "values": values.get(key.name, ""),
-            "what": key.meaning,
-        }
-        for key in keys_of(part)
-        if key.name not in TAGS
-    ]
+    return key_rows(_part(listing, name), prefix)
 
 
 def print_keys(listing: str, name: str) -> None:

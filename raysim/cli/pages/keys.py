@@ -24,6 +24,12 @@ from rich.table import Table
 from raysim.cli.base import print_table
 from raysim.cli.terminal import say
 
+KeyRow = dict[str, str]
+"""Name, default, values and meaning of a key."""
+
+TAGS = ("name", "unit")
+"""Keys that choose the kind of a section."""
+
 NO_DEFAULT = "(required)"
 """The default of a key that must be set."""
 
@@ -88,6 +94,29 @@ def values_of_keys(part: type[Any]) -> dict[str, str]:
         return {}
     schema = schema.get("$defs", {}).get(part.__name__, schema)
     return {key: _values(kind) for key, kind in schema.get("properties", {}).items()}
+
+
+def key_rows(
+    part: type[Any], prefix: str, settings: Mapping[str, Any] | None = None
+) -> list[KeyRow]:
+    """Return the keys of a section or of a dataclass as texts.
+
+    Args:
+        part: the class.
+        prefix: path before the names of its keys.
+        settings: other defaults of a dataclass, as for `keys_of`.
+    """
+    values = values_of_keys(part)
+    return [
+        {
+            "key": prefix + key.name,
+            "default": key.default_text,
+            "values": values.get(key.name, ""),
+            "what": key.meaning,
+        }
+        for key in keys_of(part, settings)
+        if key.name not in TAGS
+    ]
 
 
 BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysim.cli.pages import lists
-from raysim.cli.pages.keys import first_paragraph, keys_of, plain, print_page, values_of_keys
+from raysim.cli.pages.keys import first_paragraph, key_rows, plain, print_page
 from raysim.config import entry_points
 from raysim.config.shipped_files import shipped_files
 
@@ -114,13 +114,7 @@ def _hyper_parameters(method: Algorithm) -> list[dict[str, str]]:
     """Return a row for each hyper-parameter of a method."""
     rows: dict[str, dict[str, str]] = {}
     for half, rule in (("client", method.client), ("server", method.server)):
-        values = values_of_keys(rule)
-        for key in keys_of(rule, method.settings):
-            rows[key.name] = {
-                "key": f"algorithm.{key.name}",
-                "of": "both" if key.name in rows else half,
-                "default": key.default_text,
-                "values": values.get(key.name, ""),
-                "what": key.meaning,
-            }
+        for row in key_rows(rule, "algorithm.", method.settings):
+            name = row["key"]
+            rows[name] = {"key": name, "of": "both" if name in rows else half, **row}
     return list(rows.values())
