@@ -57,9 +57,6 @@ class ResultsTable:
     rows: Sequence[TableRow]
     """Rows, as from `aggregate.rows`."""
 
-    target: float | None = None
-    """Common target of the rows, if their runs do not hold it."""
-
     cost_unit: CostUnit = "rounds"
     """Unit of the cost of reaching the target."""
 
@@ -203,7 +200,7 @@ class ResultsTable:
         rounds = [row.chosen_round for row in table]
         if any(rounds):
             columns["chosen round"] = _texts(rounds, _cost_text)
-        columns |= _costs_of_target(table, self.target, self.cost_unit, first)
+        columns |= _costs_of_target(table, self.cost_unit, first)
         columns |= _ranks([row.rank for row in table])
         columns["rounds done"] = ["–".join(map(str, dict.fromkeys(row.rounds))) for row in table]
         if any(row.unfinished for row in table):
@@ -368,16 +365,12 @@ def _paired_differences(table: Sequence[TableRow], figure: Figure) -> Columns:
     return {header: [difference_text(row.versus, figure.percent) for row in table]}
 
 
-def _costs_of_target(
-    table: Sequence[TableRow], common_target: float | None, cost_unit: CostUnit, figure: Figure
-) -> Columns:
+def _costs_of_target(table: Sequence[TableRow], cost_unit: CostUnit, figure: Figure) -> Columns:
     """Return the columns of costs of reaching the target; none without a target.
 
     Targets have a column of their own if they differ.
     """
     targets = {row.target for row in table if row.target is not None}
-    if not targets and common_target is not None:
-        targets = {common_target}
     aim = _aim(targets, figure.percent)
     columns: Columns = {}
     if len(targets) > 1:

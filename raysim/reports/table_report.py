@@ -116,9 +116,8 @@ def table_report(
         rows = comparisons.compared(rows, runs, compare_with, say)
     if ranks:
         rows = aggregate.ranked(rows, say)
-    common_target = None if relative_to else target_value
     labels = [label] if isinstance(label, str) else label
-    table = ResultsTable(rows, common_target, cost_unit, runs=runs)
+    table = ResultsTable(rows, cost_unit, runs=runs)
     if columns:
         crossed = {
             "target": target,
@@ -127,7 +126,7 @@ def table_report(
             "all but one metric": len(metrics or []) > 1,
         }
         across = _across(columns, rows, runs, crossed)
-        table = CrossTable(rows, cost_unit=cost_unit, runs=runs, across=across)
+        table = CrossTable(rows, cost_unit, runs=runs, across=across)
     return replace(table, names=names_given(labels, table.nameable()))
 
 

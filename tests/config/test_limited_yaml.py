@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 
 import pytest
 import yaml
@@ -51,17 +50,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_text_beyond_the_limits_is_refused_at_once(name):
-    text, said = REFUSED[name]
-    began = time.monotonic()
-    with pytest.raises(yaml.YAMLError) as caught:
-        limited_yaml.load_yaml(text)
-    assert said in limited_yaml.explain_yaml_error(caught.value)
-    assert len(limited_yaml.explain_yaml_error(caught.value)) < 2000
-    assert time.monotonic() - began < 20
-
-
 def test_what_is_within_the_limits_is_read():
     merged = "base: &base {lr: 1e-3, steps: 2}\nmine: {<<: *base, steps: 3}\nlist: [*base, 2024-01-02, 0x10]"
     found = limited_yaml.load_yaml(merged)
@@ -79,7 +67,7 @@ def test_what_is_within_the_limits_is_read():
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_file_and_an_override_name_where_it_stands(tmp_path, name):
+def test_what_is_beyond_the_limits_is_refused_where_it_stands(tmp_path, name):
     text, said = REFUSED[name]
     with pytest.raises(ConfigError, match=r"^local\.lr: ") as caught:
         parse_overrides([f"local.lr={text}"])

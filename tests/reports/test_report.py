@@ -304,7 +304,7 @@ def test_markdown_and_csv():
         run([0.125], lr="[[0, 1]|]"),
     ]
     found = rows(runs, target=0.7)
-    assert ResultsTable(found, target=0.7).markdown().splitlines() == [
+    assert ResultsTable(found).markdown().splitlines() == [
         "| local.lr | seeds | best accuracy % | last accuracy % | rounds to 70 % | rounds done |",
         "| --- | --- | --- | --- | --- | --- |",
         "| 0.1 | 2 | 62.50 ± 17.68 | 62.50 ± 17.68 | 1 (1/2) | 1 |",
@@ -339,10 +339,7 @@ def test_the_way_to_the_target_in_what_was_spent():
     runs = [dataclasses.replace(each, costs={0: 0.0, 1: 100.0, 2: 250.0}) for each in runs]
     (row,) = rows(runs, target=0.5)
     assert row.to_target and row.to_target.mean == (100 + 250) / 2
-    assert (
-        "MB to 50 %"
-        in ResultsTable([row], target=0.5, cost_unit="bytes").markdown().splitlines()[0]
-    )
+    assert "MB to 50 %" in ResultsTable([row], "bytes").markdown().splitlines()[0]
     (line,) = csv.DictReader(ResultsTable([row], cost_unit="bytes").csv().splitlines())
     assert line["bytes_to_target"] == "175.0"
 
@@ -386,7 +383,7 @@ def test_curves_are_means_over_the_rounds_that_all_seeds_have():
 
 def test_latex():
     runs = [run([0.5], lr="1e-3_%", seed=0), run([0.7], lr="2", seed=0), run([0.8], lr="2", seed=1)]
-    found = ResultsTable(rows(runs), target=0.6).latex().splitlines()
+    found = ResultsTable(rows(runs, target=0.6)).latex().splitlines()
     assert found[:3] == [
         r"% needs \usepackage{booktabs}",
         r"\begin{tabular}{lrrrrr}",
