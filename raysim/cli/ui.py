@@ -44,10 +44,7 @@ def ui(
     if store.startswith("http"):
         _show(pages.link(mask_secrets(store), opened), browser)
         return
-    is_chosen = port is not None
     port = pages.free_port(port)
-    if not is_chosen and port != pages.PORT:
-        say(f"port {pages.PORT} is taken; --port chooses another one", file=sys.stderr)
     try:
         with stoppable(), pages.served(store, port) as server:
             _show(pages.link(f"http://127.0.0.1:{port}", opened), browser)

@@ -153,8 +153,8 @@ def served(uri: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
         try:
             if not _answers(process, port):
                 output.seek(0)
-                lines = output.read().decode(errors="replace").split("\n")
-                why = next(filter(None, reversed(lines)), "it prints no reason")
+                printed = output.read().decode(errors="replace").strip()
+                why = printed.rpartition("\n")[2] or "it prints no reason"
                 raise RaysimError(
                     f"MLflow's server for {mask_secrets(uri)} does not start: {mask_secrets(why)}"
                 )

@@ -61,7 +61,6 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     from raysim.config.explain import choices
     from raysim.config.schema import Config
     from raysim.config.sections.data import Arrays, Data, HuggingFace, OwnData, TorchvisionData
-    from raysim.config.sections.schedule import Clocked
     from raysim.rules.tasks.shipped_tasks import TASKS
     from raysim.rules.upload_stages import STAGES
     from raysim.sweeps.reading import SweepSettings
@@ -86,11 +85,6 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     sections["schedule"] = _union(sections["schedule"])
     units = sections["privacy"]["anyOf"]
     sections["privacy"]["anyOf"] = [kind for unit in units for kind in unit.get("oneOf", [unit])]
-    for clocked in Clocked.__subclasses__():
-        for model in (clocked, *clocked.__subclasses__()):
-            if model.__name__ in definitions:
-                fields = definitions[model.__name__]["properties"]
-                fields["client_speeds"] = _union(fields["client_speeds"])
     definitions["Data"]["properties"]["name"] = {"enum": list(data.dataset_names())}
     # A file of arrays and the user's own code have their own keys, so the names must not overlap.
     kinds = (Data, OwnData, Arrays, TorchvisionData, HuggingFace)
@@ -103,22 +97,19 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
         sections["data"]["anyOf"] += _installed(entry_points.DATA)
         probe["anyOf"] += _installed(entry_points.PROBES)
     evaluate = definitions["Evaluate"]["properties"]
-    evaluate["probes"] = {
-        "description": evaluate["probes"].get("description", ""),
-        "anyOf": [probe, {"type": "array", "items": probe}],
-    }
+    evaluate["probes"] = _one_or_several(probe, evaluate["probes"])
 
     stage = _by_name({name: _described(cls) for name, cls in STAGES.items()})
     stage["anyOf"].remove({"type": "null"})
     definitions["UploadStage"] = stage
     stage_reference = {"$ref": "#/$defs/UploadStage"}
-    for model in ("Local", "GroupLocal"):
-        local = definitions[model]["properties"]
-        local["optimizer"] = _union(local["optimizer"])
-        local["upload"] = {
-            "description": local["upload"].get("description", ""),
-            "anyOf": [stage_reference, {"type": "array", "items": stage_reference}],
-        }
+    for definition in definitions.values():
+        keys = definition.get("properties", {})
+        for key in ("optimizer", "client_speeds"):
+            if key in keys:
+                keys[key] = _union(keys[key])
+        if "upload" in keys:
+            keys["upload"] = _one_or_several(stage_reference, keys["upload"])
 
     settings = _section_schema(SweepSettings)
     definitions |= settings["$defs"]
@@ -254,6 +245,12 @@ def _union(section: JsonSchema) -> JsonSchema:
         "anyOf": [{"enum": list(union["discriminator"]["mapping"])}, *union["oneOf"], *others],
         **{key: section[key] for key in ("default", "description") if key in section},
     }
+
+
+def _one_or_several(item: JsonSchema, section: JsonSchema) -> JsonSchema:
+    """Return the schema of a list in which one item may stand for the list."""
+    about = {"description": section.get("description", "")}
+    return {**about, "anyOf": [item, {"type": "array", "items": item}]}
 
 
 def _without_noise(node: Any) -> Any:
