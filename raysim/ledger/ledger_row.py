@@ -1,16 +1,8 @@
 """A row of a ledger: one finished run as a line of JSON.
 
-    ledger          format of the row
-    fingerprint     identity of the configuration; equal fingerprints mean equal bits
-    experiment, title, method, seed, rounds
-    stopped, early_stopping    of a trial that was stopped early: the reason, and the settings
-    digest          sha256 of the parameters after the last round; null if the row was cut
-    cpu, versions, seconds
-    config          resolved configuration, without what cannot change the results
-    history         metrics by round: see `raysim.ledger.kept`
-    check           checksum of the row
-
-Arithmetic progressions of integers are written as {"from", "step", "count"}.
+It has the fields of `Row`, the version of its format (`ledger`) and a checksum (`check`). Metrics
+of the same rounds stand together in `history`, and arithmetic progressions of integers are written
+as {"from", "step", "count"}.
 """
 
 from __future__ import annotations
@@ -20,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -102,23 +94,11 @@ def as_line(row: Row) -> str:
     Args:
         row: The row; its `place` is left out.
     """
-    stopped = {"stopped": row.stopped, "early_stopping": row.early_stopping} if row.stopped else {}
-    content = {
-        "ledger": FORMAT,
-        "fingerprint": row.fingerprint,
-        "experiment": row.experiment,
-        "title": row.title,
-        "method": row.method,
-        "seed": row.seed,
-        "rounds": row.rounds,
-        **stopped,
-        "digest": row.digest,
-        "cpu": row.cpu,
-        "versions": dict(row.versions),
-        "seconds": row.seconds,
-        "config": row.config,
-        "history": _encoded(row.history),
-    }
+    content = {"ledger": FORMAT} | {f.name: getattr(row, f.name) for f in fields(row)}
+    content |= {"versions": dict(row.versions), "history": _encoded(row.history)}
+    del content["place"]
+    if not row.stopped:
+        del content["stopped"], content["early_stopping"]
     return _json({**content, "check": _checksum(content)})
 
 

@@ -18,6 +18,9 @@ from raysim.cli.pages.keys import (
 from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean
 
+TAGS = ("name", "unit")
+"""Keys that choose the kind of a section."""
+
 LISTS = ("evaluate.probes", "local.upload")
 """Keys whose values are lists, so that the keys of an entry have no path of their own."""
 
@@ -38,7 +41,8 @@ def key_page(listing: str, name: str) -> list[KeyRow]:
             {"key": prefix + key.name, "default": key.default_text, "what": key.meaning}
             for key in net_keys(name)
         ]
-    return key_rows(_part(listing, name), prefix)
+    tags = [prefix + tag for tag in TAGS]
+    return [row for row in key_rows(_part(listing, name), prefix) if row["key"] not in tags]
 
 
 def print_keys(listing: str, name: str) -> None:

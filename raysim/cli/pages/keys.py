@@ -27,9 +27,6 @@ from raysim.cli.terminal import say
 KeyRow = dict[str, str]
 """Name, default, values and meaning of a key."""
 
-TAGS = ("name", "unit")
-"""Keys that choose the kind of a section."""
-
 NO_DEFAULT = "(required)"
 """The default of a key that must be set."""
 
@@ -115,7 +112,6 @@ def key_rows(
             "what": key.meaning,
         }
         for key in keys_of(part, settings)
-        if key.name not in TAGS
     ]
 
 
