@@ -79,10 +79,6 @@ OTHER_KINDS = ("arrays", "torchvision", "hf")
 """Names that need further keys."""
 
 
-OTHER_FILES = (".npy", ".pt", ".pth", ".pkl", ".mat", ".h5", ".tsv", ".txt", ".xlsx", ".zip")
-"""Suffixes of files that only a user's own function reads."""
-
-
 def dataset_names() -> tuple[str, ...]:
     """Return the names of the data sets that need no code, file or further key of the user's."""
     return tuple(sorted((*TORCHVISION_SOURCES, *built_in_datasets.LOADERS, *USER_FORMATS)))
