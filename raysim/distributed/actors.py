@@ -2,8 +2,8 @@
 
 This module defines their work; `worker_pool` starts and replaces them, and `round` dispatches
 blocks to them. The actors of a node share the run's plan (data, partition, model) in the object
-store without copies. Vectors travel from actor to actor, never through the driver: in shared memory
-if all actors run on one node, else through the object store.
+store without copies. Vectors travel from actor to actor, past the driver: in shared memory if all
+actors run on one node, else through the object store. `actor_calls` has the two ways to call them.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class _Actor:
     def _share(self, writer: str, groups: dict[str, dict[str, Tensor]]) -> Tree | SharedBufferRef:
         """Write groups of tensors into the writer's shared buffer and return a reference to them.
 
-        Without such a buffer, or if they do not fit, return them as arrays for the object store.
+        Without such a buffer, or if they do not fit, return them as arrays.
         """
         arrays = packed(groups)
         if writer in self.shared_buffers:
@@ -382,9 +382,9 @@ class ServerActor(_Actor):
 
     @working
     def publish(self, for_evaluation: bool) -> Tree:
-        """Return the last broadcast as arrays, for the object store.
+        """Return the last broadcast as arrays.
 
-        Unlike the shared buffer, the object store keeps it after the next broadcast.
+        Unlike what the shared buffer holds, they stay as they are at the next broadcast.
 
         Args:
             for_evaluation: whether to return what is evaluated in its place.

@@ -2,7 +2,8 @@
 
 A round costs one call per ClientActor, which trains its blocks and sends one fixed-point sum. If
 the server runs on another node, a NodeAggregator first sums the uploads of each node. The driver
-only passes references from actor to actor. `engine.failure_policy` says what follows a failure.
+only passes references from actor to actor (`actor_calls`). `engine.failure_policy` says what
+follows a failure.
 """
 
 from __future__ import annotations

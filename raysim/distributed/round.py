@@ -464,7 +464,7 @@ class ClientEvaluationRound(RayRound):
         self.scheduler = BlockScheduler(self.speeds)
 
     def _send(self, worker: int, blocks: list[Block], again: bool = False) -> None:
-        """Dispatch blocks to a worker, whose result goes through the object store."""
+        """Dispatch blocks to a worker, whose result does not go through shared memory."""
         super()._send(worker, blocks, again=True)
 
     def ready(self) -> bool:

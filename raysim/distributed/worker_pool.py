@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysim.config.sections.schedule import Sync
-from raysim.distributed.actor_calls import Actor, Listener, Reference
+from raysim.distributed.actor_calls import Actor, Reference
 from raysim.distributed.actor_health import ActorSupervisor
 from raysim.distributed.actors import ClientActor, EvalActor, NodeAggregator, ServerActor
 from raysim.distributed.block_scheduler import WorkerSpeeds
@@ -33,7 +33,7 @@ from raysim.distributed.shared_memory import (
     move_states,
     states_of,
 )
-from raysim.distributed.waiting import POLL_INTERVAL_S, first_line
+from raysim.distributed.waiting import POLL_INTERVAL_S, first_line, translated
 from raysim.engine.failure_policy import ActorDied, Decision, FailurePolicy, Work
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, RaysimError
@@ -45,7 +45,7 @@ RECOVERIES = ("system/actors_failed", "system/blocks_retried", "system/server_re
 """Metrics that count the failures that a run has recovered from."""
 
 MAX_SHARED_BUFFER_BYTES = 64 * 2**20
-"""Largest size of an actor's shared buffer. Larger messages go through the object store."""
+"""Largest size of a shared buffer. In a run with larger messages, calls go through Ray."""
 
 
 @dataclass
@@ -92,8 +92,8 @@ class WorkerPool:
         """Measured speed of each worker, which the block schedulers of all rounds share."""
         self.shared_buffers: dict[str, SharedBuffer] = {}
         """Shared buffers by writer; empty if the run uses the object store."""
-        self.listener: Listener | None = None
-        """Socket of the driver for the actors of a run with shared buffers."""
+        self.uses_sockets = False
+        """Whether the actors are called over sockets."""
 
     @property
     def server(self) -> Actor:
@@ -377,7 +377,7 @@ class WorkerPool:
         If the machine has too little shared memory, the run uses the object store.
         """
         P, Q = plan.problem.size, plan.initial[1].numel()
-        # What most rounds send. A message with more limbs goes through the object store.
+        # What most rounds send. A message with more limbs is sent as it is.
         limbs = 2 if plan.config.dtype == "float64" else 1
         up = (limbs * len(sums(plan.server.uploads)) * P + 2 * limbs * Q) * 8
         rows = len(plan.sent_per_client) * plan.config.schedule.size * (P + Q) * 8
@@ -389,8 +389,7 @@ class WorkerPool:
                 name: SharedBuffer.new(min(size, MAX_SHARED_BUFFER_BYTES) + 4096)
                 for name, size in sizes.items()
             }
-            if max(sizes.values()) <= MAX_SHARED_BUFFER_BYTES:
-                self.listener = Listener(self.timeout)
+            self.uses_sockets = max(sizes.values()) <= MAX_SHARED_BUFFER_BYTES
         except OSError as error:
             self.log(f"no shared memory ({error}); the object store is used instead")
 
@@ -404,8 +403,11 @@ class WorkerPool:
             paths = {name: buffer.path for name, buffer in self.shared_buffers.items()}
             (opened,) = actor.call("open_shared_buffers", paths)
             self.supervisor.wait(opened, "an actor to open the shared memory", actor)
-        if self.listener is not None:
-            actor.listen(self.listener)
+        if self.uses_sockets:
+            try:
+                actor.connect(self.timeout)
+            except RayError as error:
+                raise translated(error, "an actor that connects to the driver") from None
 
     def share_states(
         self, number: int, blocks: list[Block]
@@ -421,7 +423,7 @@ class WorkerPool:
             blocks as they are, and None.
         """
         tasks = [task for block in blocks for task in block.tasks]
-        if self.listener is None or not any(task.client_state for task in tasks):
+        if not self.shared_buffers or not any(task.client_state for task in tasks):
             return blocks, None
         name = states_of(f"the driver for client {number}")
         self._make_state_buffers(number, name, tasks)
@@ -515,7 +517,7 @@ class WorkerPool:
                 nodes.SHUTDOWN_TIMEOUT_S,
             )
         self.shared_buffers = {}
-        self.listener = None
+        self.uses_sockets = False
         self.aggregators = {}
         if self.ours:
             nodes.leave_cluster(broken)
