@@ -1,14 +1,16 @@
 """Gain of each remaining optimisation alone: rounds with it compared with rounds without it.
 
-    python benchmarks/earns_its_place.py [gradient memory]
+    python benchmarks/earns_its_place.py [gradient memory sockets]
         [--workloads w1 w2 w5 gradma]
 
-Both are measured by default, each on W1, W2, LeNet-5 (w5) and GradMA:
+All are measured by default, each on W1, W2, LeNet-5 (w5) and GradMA:
 
 - `gradient`: the hand-written backward pass (`raysim.training.tasks.fast_gradient`) and autograd,
   CPU time of a round in loop mode in this process. It exists for chains of dense layers only.
 - `memory`: `raysim.distributed.shared_memory` and Ray's object store, CPU time of a round of all
   processes (this one, Ray's and its two actors).
+- `sockets`: `raysim.distributed.actor_calls`, calls over sockets and through Ray, both with shared
+  memory; CPU time as for `memory`, and in a second line wall time.
 
 Further workloads: `w3`; `tinynn` and `mlp5e5`, other dense nets; `trip2e5` and `trip1e6`, in which
 two clients make one step on one example, so that a round takes little more than its round trip
@@ -58,10 +60,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 INLINE = {"resources": {"executor": "inline"}}
+TWO_ACTORS = {"resources": {"executor": "ray", "actors": 2, "cpus": 0.5, "threads": 1}}
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gradient": [{**INLINE, "batching": {"mode": "loop"}}],
-    "memory": [{"resources": {"executor": "ray", "actors": 2, "cpus": 0.5, "threads": 1}}],
+    "memory": [TWO_ACTORS],
+    "sockets": [TWO_ACTORS],
 }
 """Configurations of each optimisation, first with it; only one if it is switched off otherwise."""
 
@@ -123,9 +127,9 @@ def report(what: str, name: str, size: int, ours: list[float], theirs: list[floa
     print(f"| {what} | {name} | {size:,} | {' | '.join(milliseconds)} | {spread} |", flush=True)
 
 
-def take_turns(repeats: int, ways: list[Callable[[], float]]) -> list[list[float]]:
+def take_turns(repeats: int, ways: list[Callable[[], Any]]) -> list[list[Any]]:
     """Call each function `repeats` times in turns; return the results of each function's calls."""
-    taken: list[list[float]] = [[] for _ in ways]
+    taken: list[list[Any]] = [[] for _ in ways]
     for turn in range(repeats):
         order = range(len(ways)) if turn % 2 == 0 else reversed(range(len(ways)))
         for way in order:
@@ -182,40 +186,62 @@ def measure_gradient(name: str, given: argparse.Namespace) -> None:
 
 def measure_memory(name: str, given: argparse.Namespace) -> None:
     """Compare shared buffers with the object store, on two actors."""
-    from raysim.distributed.ray_executor import RayExecutor
-    from raysim.distributed.shared_memory import SharedBuffer
-
-    (plan,) = plans(name, "memory", rounds=given.rounds)
 
     def no_memory(size: int) -> None:
         raise OSError("switched off")
 
-    def opened(shared: bool) -> RayExecutor:
+    without = mock.patch("raysim.distributed.shared_memory.SharedBuffer.new", no_memory)
+    cpu, _ = take_turns_on_actors(name, "memory", given, without)
+    report("memory", name, *cpu)
+
+
+def measure_sockets(name: str, given: argparse.Namespace) -> None:
+    """Compare calls over sockets with calls through Ray, on two actors."""
+    without = mock.patch("raysim.distributed.actor_calls.Actor.connect", lambda self, timeout: None)
+    cpu, wall = take_turns_on_actors(name, "sockets", given, without)
+    report("sockets", name, *cpu)
+    report("sockets, wall", name, *wall)
+
+
+def take_turns_on_actors(
+    name: str, what: str, given: argparse.Namespace, without: Any
+) -> list[tuple[int, list[float], list[float]]]:
+    """Return P and the CPU, then the wall seconds per round of two runs on actors, by turn.
+
+    In the context `without`, the actors of the second run start without the optimisation.
+    """
+    from raysim.distributed.ray_executor import RayExecutor
+
+    (plan,) = plans(name, what, rounds=given.rounds)
+
+    def opened() -> RayExecutor:
         executor = RayExecutor(lambda line: None)
         stack.callback(executor.close)
-        new = SharedBuffer.new if shared else no_memory
-        with mock.patch.object(SharedBuffer, "new", new):
-            executor.open(plan)
-        assert bool(executor.pool.shared_buffers) is shared
+        executor.open(plan)
         return executor
 
-    def timed(executor: RayExecutor) -> float:
-        began = cpu_seconds()
+    def timed(executor: RayExecutor) -> tuple[float, float]:
+        began, wall = cpu_seconds(), time.perf_counter()
         for _ in Engine(plan, executor).rounds():
             pass
-        return (cpu_seconds() - began) / given.rounds
+        elapsed = time.perf_counter() - wall
+        return (cpu_seconds() - began) / given.rounds, elapsed / given.rounds
 
     with ExitStack() as stack:
-        ours, theirs = opened(True), opened(False)
+        ours = opened()
+        with without:
+            theirs = opened()
         timed(ours)
         timed(theirs)
         taken = take_turns(given.repeats, [lambda: timed(ours), lambda: timed(theirs)])
-        report("memory", name, plan.problem.size, *taken)
+    size = plan.problem.size
+    return [(size, *[[turn[i] for turn in turns] for turns in taken]) for i in range(2)]
 
 
 MEASURES = {
     "gradient": measure_gradient,
     "memory": measure_memory,
+    "sockets": measure_sockets,
 }
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
-from ray import ObjectRef
-from ray.actor import ActorHandle
 
+from raysim.distributed import actor_calls
+from raysim.distributed.actor_calls import Actor, Reference
 from raysim.distributed.heartbeats import Address, Monitor
 from raysim.distributed.waiting import POLL_INTERVAL_S, get
 from raysim.engine.failure_policy import ActorDied
@@ -32,8 +32,8 @@ class ActorSupervisor:
     def __init__(self, log: Callable[[str], None]):
         self.log = log
         self._monitor: Monitor | None = None
-        self._addresses: dict[ActorHandle, Address] = {}
-        self._names: dict[ActorHandle, str] = {}
+        self._addresses: dict[Actor, Address] = {}
+        self._names: dict[Actor, str] = {}
 
     def start(self, timeout_s: float, call_timeout_s: float | None) -> None:
         """Start to receive heartbeats, after this process has joined Ray.
@@ -60,37 +60,38 @@ class ActorSupervisor:
         """Return the address of the heartbeats of an actor that is about to start."""
         return self.monitor.add()
 
-    def add(self, actor: ActorHandle, address: Address, name: str) -> None:
+    def add(self, actor: Actor, address: Address, name: str) -> None:
         """Supervise an actor.
 
         Args:
-            actor: handle of the actor.
+            actor: the actor.
             address: address of its heartbeats, from `new_address`.
             name: its name in messages.
         """
         self._addresses[actor] = address
         self.rename(actor, name)
 
-    def rename(self, actor: ActorHandle, name: str) -> None:
+    def rename(self, actor: Actor, name: str) -> None:
         """Change the name of an actor in messages.
 
         Args:
-            actor: handle of the actor.
+            actor: the actor.
             name: its name from now on.
         """
         self._names[actor] = name
 
-    def end(self, actor: ActorHandle) -> None:
+    def end(self, actor: Actor) -> None:
         """Kill an actor, even if its process is suspended.
 
         An actor on the driver's node has ended when this returns: otherwise it could write into
         its shared buffer after its successor has opened it.
 
         Args:
-            actor: handle of the actor.
+            actor: the actor.
         """
         address = self._addresses.pop(actor, None)
-        ray.kill(actor)
+        actor.close()
+        ray.kill(actor.handle)
         if address is not None:
             process = self.monitor.process(address)
             self.monitor.forget(address)
@@ -119,36 +120,36 @@ class ActorSupervisor:
         """Return the ids of the nodes that have died since the start."""
         return self.monitor.dead_nodes()
 
-    def process(self, actor: ActorHandle) -> tuple[str, processes.Process] | None:
+    def process(self, actor: Actor) -> tuple[str, processes.Process] | None:
         """Return the id of an actor's node and its process; None before its first heartbeat.
 
         Args:
-            actor: handle of the actor.
+            actor: the actor.
         """
         return self.monitor.process(self._addresses[actor])
 
-    def has_started(self, actor: ActorHandle) -> bool:
+    def has_started(self, actor: Actor) -> bool:
         """Return whether an actor's process has started; it may be waiting for resources.
 
         Args:
-            actor: handle of the actor.
+            actor: the actor.
         """
         return self.monitor.started(self._addresses[actor])
 
-    def failure(self, actor: ActorHandle | None) -> str:
+    def failure(self, actor: Actor | None) -> str:
         """Return why an actor counts as failed; "" if it has not failed.
 
         Args:
-            actor: handle of the actor; None if it has been replaced.
+            actor: the actor; None if it has been replaced.
         """
         address = None if actor is None else self._addresses.get(actor)
         return "another actor has replaced it" if address is None else self.monitor.failure(address)
 
-    def idle_s(self, actors: Iterable[ActorHandle | None]) -> float:
+    def idle_s(self, actors: Iterable[Actor | None]) -> float:
         """Return for how many seconds none of some actors has worked; 0 if none is known.
 
         Args:
-            actors: handles of the actors; None and actors that have ended do not count.
+            actors: the actors; None and actors that have ended do not count.
         """
         known = [self._addresses[actor] for actor in actors if actor and actor in self._addresses]
         return min(map(self.monitor.idle_s, known), default=0.0)
@@ -161,11 +162,11 @@ class ActorSupervisor:
         """
         self.monitor.check()
 
-    def check(self, actor: ActorHandle, awaited: str) -> None:
+    def check(self, actor: Actor, awaited: str) -> None:
         """Check that Ray and an actor are alive.
 
         Args:
-            actor: handle of the actor.
+            actor: the actor.
             awaited: the caller's work, named in the error.
 
         Raises:
@@ -178,7 +179,7 @@ class ActorSupervisor:
 
     # Waits.
 
-    def wait(self, reference: ObjectRef[Any], awaited: str, *actors: ActorHandle) -> Any:
+    def wait(self, reference: Reference, awaited: str, *actors: Actor) -> Any:
         """Wait for the value of `reference`.
 
         The wait ends with an error when none of `actors` has worked for `timeout_s`.
@@ -196,9 +197,14 @@ class ActorSupervisor:
             ServerStateLost: another actor has failed, or Ray does not deliver a needed result.
             RaysimError: Ray itself has failed, or an actor raised an error.
         """
+        self.await_result(reference, awaited, *actors)
+        return get(reference, awaited, self.timeout_s)
+
+    def await_result(self, reference: Reference, awaited: str, *actors: Actor) -> None:
+        """Wait until a result is there or its call has failed; see `wait`."""
         computing, *needed = actors
         began = time.monotonic()
-        while not ray.wait([reference], timeout=POLL_INTERVAL_S)[0]:
+        while not actor_calls.wait([reference], timeout=POLL_INTERVAL_S)[0]:
             self.check(computing, awaited)
             for actor in needed:
                 if why := self.failure(actor):
@@ -209,9 +215,8 @@ class ActorSupervisor:
                     f"waited {self.timeout_s:g} s for {awaited}, and no actor works on it "
                     "(limit: resources.timeout)"
                 )
-        return get(reference, awaited, self.timeout_s)
 
-    def wait_for_start(self, places: dict[str, ObjectRef[Any]]) -> list[Any]:
+    def wait_for_start(self, places: dict[str, Reference]) -> list[Any]:
         """Wait for the first actors of a run.
 
         Args:

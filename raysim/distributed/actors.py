@@ -2,8 +2,8 @@
 
 This module defines their work; `worker_pool` starts and replaces them, and `round` dispatches
 blocks to them. The actors of a node share the run's plan (data, partition, model) in the object
-store without copies. Vectors travel from actor to actor, never through the driver: in shared memory
-if all actors run on one node, else through the object store.
+store without copies. Vectors travel from actor to actor, past the driver: in shared memory if all
+actors run on one node, else through the object store. `actor_calls` has the two ways to call them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,16 @@ from numpy.random import Generator
 from torch import Tensor
 
 from raysim.data.examples import shared_tensor
+from raysim.distributed import actor_calls
 from raysim.distributed.cluster.versions import SourceCode, source_code
 from raysim.distributed.heartbeats import Address, Heartbeat
-from raysim.distributed.shared_memory import SharedBuffer, SharedBufferRef
+from raysim.distributed.shared_memory import (
+    SharedBuffer,
+    SharedBufferRef,
+    attach_states,
+    move_states,
+    states_of,
+)
 from raysim.engine.evaluation.evaluator import Evaluator
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import configure_process, make_server, make_trainer
@@ -132,13 +139,25 @@ class _Actor:
         return Place(context.get_node_id(), gpus, source_code())
 
     def open_shared_buffers(self, paths: dict[str, str]) -> None:
-        """Open the shared buffers of all actors; `paths` has the file of each writer's buffer."""
-        self.shared_buffers = {name: SharedBuffer(path) for name, path in paths.items()}
+        """Open shared buffers, in addition to those that are open.
+
+        Args:
+            paths: file of each buffer, by its name.
+        """
+        self.shared_buffers |= {name: SharedBuffer(path) for name, path in paths.items()}
+
+    def serve(self, address: str) -> None:
+        """Answer calls over a socket, until the driver closes it.
+
+        Args:
+            address: the driver's end.
+        """
+        actor_calls.serve(self, address)
 
     def _share(self, writer: str, groups: dict[str, dict[str, Tensor]]) -> Tree | SharedBufferRef:
         """Write groups of tensors into the writer's shared buffer and return a reference to them.
 
-        Without such a buffer, or if they do not fit, return them as arrays for the object store.
+        Without such a buffer, or if they do not fit, return them as arrays.
         """
         arrays = packed(groups)
         if writer in self.shared_buffers:
@@ -174,22 +193,28 @@ class ClientActor(_Actor):
         self,
         blocks: list[Block],
         again: bool,
+        states: SharedBufferRef | None,
         bases: list[int],
         *broadcasts: Tree | SharedBufferRef,
-    ) -> tuple[Tree | SharedBufferRef, Tree, WorkerResult]:
+    ) -> tuple[Tree | SharedBufferRef, Tree, tuple[WorkerResult, SharedBufferRef | None]]:
         """Train the clients in `blocks`.
 
         Args:
             blocks: the blocks to train.
             again: whether this actor has already sent a result in this round. Its shared buffer
-                still holds that result, so this result goes through the object store.
+                still holds that result, so this result is sent as it is.
+            states: place of the clients' states; None if the tasks hold them.
             bases: numbers of the model versions that the clients start from.
             broadcasts: these versions, in the order of `bases`.
 
         Returns:
             The fixed-point sums, the uploads per client, and the result without vectors. In shared
-            memory the first item holds sums and uploads per client, and the second is empty.
+            memory the first item holds sums and uploads per client, and the second is empty. With
+            the result comes the place of the clients' new states; None if the result holds them.
         """
+        if states is not None:
+            tasks = [task for block in blocks for task in block.tasks]
+            attach_states(tasks, self.shared_buffers[states.writer].read(states))
         versions = {
             base: read_broadcast(self._fetch(broadcast))
             for base, broadcast in zip(bases, broadcasts, strict=True)
@@ -203,10 +228,13 @@ class ClientActor(_Actor):
         limbs = as_limbs(outcome.sums)
         size = sum(t.nbytes for t in limbs.values()), sum(t.nbytes for t in rows.values())
         result = replace(outcome, sums={}, rows={}, bytes=size)
+        kept = None
+        if not again and (name := states_of(self.name)) in self.shared_buffers:
+            result.clients, kept = move_states(result.clients, name, self.shared_buffers[name])
         shared = self._share("" if again else self.name, {"sums": limbs, "rows": rows})
         if isinstance(shared, SharedBufferRef):
-            return shared, {}, result
-        return {"sums": shared["sums"]}, {"rows": shared["rows"]}, result
+            return shared, {}, (result, kept)
+        return {"sums": shared["sums"]}, {"rows": shared["rows"]}, (result, kept)
 
 
 class NodeAggregator(_Actor):
@@ -354,9 +382,9 @@ class ServerActor(_Actor):
 
     @working
     def publish(self, for_evaluation: bool) -> Tree:
-        """Return the last broadcast as arrays, for the object store.
+        """Return the last broadcast as arrays.
 
-        Unlike the shared buffer, the object store keeps it after the next broadcast.
+        Unlike what the shared buffer holds, they stay as they are at the next broadcast.
 
         Args:
             for_evaluation: whether to return what is evaluated in its place.

@@ -2,7 +2,8 @@
 
 A round costs one call per ClientActor, which trains its blocks and sends one fixed-point sum. If
 the server runs on another node, a NodeAggregator first sums the uploads of each node. The driver
-only passes references from actor to actor. `engine.failure_policy` says what follows a failure.
+only passes references from actor to actor (`actor_calls`). `engine.failure_policy` says what
+follows a failure.
 """
 
 from __future__ import annotations
@@ -10,22 +11,15 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import ray
 from numpy.random import Generator
-from ray import ObjectRef
-from ray.actor import ActorHandle
 
-from raysim.distributed.actors import (
-    EvalActor,
-    ModelVersion,
-    as_groups,
-    packed,
-    read_broadcast,
-    unpacked,
-)
-from raysim.distributed.round import ClientEvaluationRound, RayRound
+from raysim.distributed import actor_calls
+from raysim.distributed.actor_calls import Actor, Reference, Reply
+from raysim.distributed.actors import as_groups, packed, read_broadcast, unpacked
+from raysim.distributed.round import MODEL_VERSION, ClientEvaluationRound, RayRound
 from raysim.distributed.shared_memory import SharedBufferRef
 from raysim.distributed.waiting import first_line
 from raysim.distributed.worker_pool import WorkerPool
@@ -75,12 +69,13 @@ class RayExecutor:
             # While Ray starts, it turns a SIGTERM into SystemExit.
             raise Stopped(signal.SIGTERM) from None
 
-    def broadcast(self, following: RoundCohort) -> ObjectRef[ModelVersion]:
+    def broadcast(self, following: RoundCohort) -> Reference:
         """Return a reference to the model as the server has it, for the cohort `following`.
 
         See `Executor.broadcast`.
         """
-        return self.pool.server.broadcast.remote(following)
+        (version,) = self.pool.server.call("broadcast", following)
+        return version
 
     def training(self, t: int) -> RayRound:
         """Return the training of a round, with no client yet.
@@ -94,9 +89,9 @@ class RayExecutor:
         self,
         round: RoundCohort,
         trained: RoundResults,
-        bases: Mapping[int, ObjectRef[ModelVersion]],
+        bases: Mapping[int, Reference],
         following: RoundCohort,
-    ) -> PendingServerStep[ObjectRef[ModelVersion]]:
+    ) -> PendingServerStep[Reference]:
         """Start the server update of a round, and return it without waiting.
 
         Args:
@@ -108,15 +103,15 @@ class RayExecutor:
         Returns:
             The metrics, as a future, and a reference to the next model version.
         """
-        returned = self.pool.server.advance.remote(round, following, *self._sent(trained, bases))
-        metrics, broadcast = cast(list[ObjectRef[Any]], returned)
+        sent = self._sent(trained, bases)
+        metrics, broadcast = self.pool.server.call("advance", round, following, *sent)
         return PendingServerStep(self._metrics_of(round, metrics), broadcast)
 
     def update(
         self,
         round: RoundCohort,
         trained: RoundResults,
-        bases: Mapping[int, ObjectRef[ModelVersion]],
+        bases: Mapping[int, Reference],
     ) -> RayFuture[dict[str, float]]:
         """Start the server update of a round, and return its metrics as a future.
 
@@ -125,12 +120,10 @@ class RayExecutor:
             trained: its uploads, as references.
             bases: references to the model versions that the clients started from, by number.
         """
-        metrics = self.pool.server.update.remote(round, *self._sent(trained, bases))
+        (metrics,) = self.pool.server.call("update", round, *self._sent(trained, bases))
         return self._metrics_of(round, metrics)
 
-    def _sent(
-        self, trained: RoundResults, bases: Mapping[int, ObjectRef[ModelVersion]]
-    ) -> tuple[Any, ...]:
+    def _sent(self, trained: RoundResults, bases: Mapping[int, Reference]) -> tuple[Any, ...]:
         """Return uploads and versions as the arguments of a server update."""
         uploads = [(upload.ids, upload.bound, len(upload.vectors)) for upload in trained.uploads]
         vectors = [vector for upload in trained.uploads for vector in upload.vectors]
@@ -138,9 +131,7 @@ class RayExecutor:
         # Each vector is an argument: Ray replaces references by their values there, not in lists.
         return uploads, list(sent_bases), *vectors, *sent_bases.values()
 
-    def _metrics_of(
-        self, round: RoundCohort, metrics: ObjectRef[dict[str, float]]
-    ) -> RayFuture[dict[str, float]]:
+    def _metrics_of(self, round: RoundCohort, metrics: Reference) -> RayFuture[dict[str, float]]:
         """Return the metrics of a server update as a future."""
         awaited = f"the server update of {round_name(round.t)}"
         return RayFuture(self.pool, metrics, awaited, self.pool.server)
@@ -153,7 +144,7 @@ class RayExecutor:
             rng: generator that is keyed by seed and round.
         """
         server = self.pool.server
-        named = server.candidates.remote(pool, rng)
+        (named,) = server.call("candidates", pool, rng)
         return RayFuture(self.pool, named, f"the candidates of {round_name(pool.round)}", server)
 
     def select(self, pool: SelectionPool, rng: Generator) -> RayFuture[list[int]]:
@@ -164,11 +155,11 @@ class RayExecutor:
             rng: generator that is keyed by seed and round.
         """
         server = self.pool.server
-        selected = server.select.remote(pool, rng)
+        (selected,) = server.call("select", pool, rng)
         return RayFuture(self.pool, selected, f"the selection of {round_name(pool.round)}", server)
 
     def evaluate(
-        self, broadcast: ObjectRef[ModelVersion], parts: EvaluationParts
+        self, broadcast: Reference, parts: EvaluationParts
     ) -> _EvaluationFuture | CompletedResult[dict[str, float]]:
         """Start the evaluation of the newest model version, and return its metrics as a future.
 
@@ -180,11 +171,11 @@ class RayExecutor:
         evaluator = self.pool.eval
         if evaluator is None:
             return CompletedResult({})
-        version = self.pool.server.publish.remote(True)
+        (version,) = self.pool.server.call("publish", True)
         return _EvaluationFuture(self.pool, evaluator, version, parts)
 
     def evaluate_clients(
-        self, version: int, broadcast: ObjectRef[ModelVersion], blocks: list[Block]
+        self, version: int, broadcast: Reference, blocks: list[Block]
     ) -> ClientEvaluationRound:
         """Start the evaluation of clients on the ClientActors, and return it as a future.
 
@@ -194,16 +185,17 @@ class RayExecutor:
             blocks: the clients, in blocks of evaluation.
         """
         evaluation = ClientEvaluationRound(self.pool, version)
-        evaluated = self.pool.server.publish.remote(True)
+        (evaluated,) = self.pool.server.call("publish", True)
         evaluation.add({version: evaluated}, blocks)
         return evaluation
 
     def snapshot(self) -> RayFuture[State]:
         """Return the server's state, as tensors on the CPU, as a future."""
         server = self.pool.server
+        (snapshot,) = server.call("snapshot")
         return RayFuture(
             self.pool,
-            server.snapshot.remote(),
+            snapshot,
             "the server's state",
             server,
             read=lambda value: unpacked(value, "cpu"),
@@ -220,11 +212,10 @@ class RayExecutor:
             RaysimError: Ray itself has failed, or the server raised an error.
         """
         server = self.pool.server
-        self.pool.supervisor.wait(
-            server.restore.remote(packed(snapshot)), "the server to restore its state", server
-        )
+        (restored,) = server.call("restore", packed(snapshot))
+        self.pool.supervisor.wait(restored, "the server to restore its state", server)
 
-    def download_version(self, broadcast: ObjectRef[ModelVersion]) -> Broadcast:
+    def download_version(self, broadcast: Reference) -> Broadcast:
         """Return a model version, on the CPU.
 
         Args:
@@ -235,15 +226,14 @@ class RayExecutor:
             RaysimError: Ray itself has failed, or the server raised an error.
         """
         server = self.pool.server
-        version = self.pool.supervisor.wait(broadcast, "a version of the model", server)
+        version = self.pool.supervisor.wait(broadcast, MODEL_VERSION, server)
         # The driver does not open the shared buffers, so the server publishes this version again.
         if isinstance(version, SharedBufferRef):
-            version = self.pool.supervisor.wait(
-                server.publish.remote(False), "the last version of the model", server
-            )
+            (published,) = server.call("publish", False)
+            version = self.pool.supervisor.wait(published, "the last version of the model", server)
         return read_broadcast(unpacked(version, "cpu"))
 
-    def upload_version(self, version: Broadcast) -> ObjectRef[ModelVersion]:
+    def upload_version(self, version: Broadcast) -> Reference:
         """Put a model version into the object store and return its reference.
 
         See `Executor.upload_version`.
@@ -277,9 +267,9 @@ class RayFuture(Generic[T]):
     def __init__(
         self,
         pool: WorkerPool,
-        reference: ObjectRef[Any],
+        reference: Reference,
         awaited: str,
-        *actors: ActorHandle,
+        *actors: Actor,
         read: Callable[[Any], T] = lambda value: value,
     ):
         self.pool = pool
@@ -290,7 +280,7 @@ class RayFuture(Generic[T]):
 
     def ready(self) -> bool:
         """Return whether `get` returns without waiting."""
-        return bool(ray.wait([self.reference], timeout=0)[0])
+        return bool(actor_calls.wait([self.reference], timeout=0)[0])
 
     def get(self) -> T:
         """Wait for the result and return it.
@@ -309,8 +299,8 @@ class _EvaluationFuture(RayFuture[dict[str, float]]):
     def __init__(
         self,
         pool: WorkerPool,
-        evaluator: ActorHandle[EvalActor],
-        version: ObjectRef[ModelVersion],
+        evaluator: Actor,
+        version: Reference,
         parts: EvaluationParts,
     ):
         self.pool = pool
@@ -318,11 +308,15 @@ class _EvaluationFuture(RayFuture[dict[str, float]]):
         self.parts = parts
         self._send(evaluator)
 
-    def _send(self, evaluator: ActorHandle[EvalActor]) -> None:
+    def _send(self, evaluator: Actor) -> None:
         """Call an EvalActor and wait for its result from now on."""
         self.evaluator = evaluator
-        metrics = self.evaluator.evaluate.remote(self.version, self.parts)
-        super().__init__(self.pool, metrics, "the evaluation", self.evaluator, self.pool.server)
+        server = self.pool.server
+        version: Any = self.version
+        if isinstance(version, Reply):  # the evaluator is called through Ray
+            version = self.pool.supervisor.wait(version, MODEL_VERSION, server)
+        (metrics,) = self.evaluator.call("evaluate", version, self.parts)
+        super().__init__(self.pool, metrics, "the evaluation", self.evaluator, server)
 
     def get(self) -> dict[str, float]:
         """Wait for the metrics and return them; repeat the evaluation if the EvalActor fails.

@@ -7,16 +7,15 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-import ray
-from ray import ObjectRef
-from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
-from raysim.distributed.actors import ClientActor, ModelVersion, Tree
+from raysim.distributed import actor_calls
+from raysim.distributed.actor_calls import Actor, Reference, Reply
 from raysim.distributed.block_scheduler import BlockScheduler, WorkerSpeeds, count_local_steps
 from raysim.distributed.node_traffic import RoundTraffic
+from raysim.distributed.shared_memory import attach_states
 from raysim.distributed.waiting import POLL_INTERVAL_S, first_line, translated
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.executor import RoundResults
@@ -24,12 +23,15 @@ from raysim.engine.failure_policy import ActorDied, Decision, Work
 from raysim.errors import ClientError, ServerStateLost, counted, round_name
 from raysim.training.messages import Block, ClientResult, WorkerResult
 
+MODEL_VERSION = "a version of the model"
+"""What a wait for a broadcast waits for, in errors."""
+
 
 @dataclass
 class NodeUpload:
     """Vectors of some clients, ready for the server update."""
 
-    vectors: list[ObjectRef[Tree]]
+    vectors: list[Reference]
     """References to the clients' sum and, if the rule asks for them, their uploads per client."""
 
     ids: list[int]
@@ -45,13 +47,13 @@ class BlockCall:
 
     work: ClassVar = Work.BLOCK
 
-    vectors: list[ObjectRef[Tree]]
+    vectors: list[Reference]
     """References to the vectors that the call returns."""
 
     worker: int
     """Number of the ClientActor."""
 
-    actor: ActorHandle[ClientActor]
+    actor: Actor
     """The ClientActor itself; another one may get its number after it has failed."""
 
     node: str
@@ -78,7 +80,7 @@ class NodeSum:
 
     work: ClassVar = Work.NODE_SUM
 
-    vector: ObjectRef[Tree]
+    vector: Reference
     """Reference to the sum."""
 
     node: str
@@ -143,7 +145,7 @@ class RayRound:
         self.results: list[WorkerResult] = []
         """Results of all uploaded calls, and of clients that were dropped."""
 
-    def add(self, broadcasts: Mapping[int, ObjectRef[ModelVersion]], blocks: list[Block]) -> None:
+    def add(self, broadcasts: Mapping[int, Reference], blocks: list[Block]) -> None:
         """Dispatch blocks to the available workers; may be called several times before `get`.
 
         Args:
@@ -157,6 +159,10 @@ class RayRound:
         self.broadcasts |= broadcasts
         for worker, share in self.scheduler.assign(blocks, self.pool.available_workers()).items():
             self._send(worker, share)
+        # Calls over sockets are sent when their version of the model has arrived.
+        for broadcast in broadcasts.values():
+            if isinstance(broadcast, Reply):
+                self.pool.supervisor.await_result(broadcast, MODEL_VERSION, self.pool.server)
 
     def get(self) -> RoundResults:
         """Wait until all blocks are trained and their sums uploaded, and return the results.
@@ -207,7 +213,9 @@ class RayRound:
         """Wait up to `POLL_INTERVAL_S` for results; check for failures at the same interval."""
         # While blocks wait for a worker, the first result already lets the next block start.
         n_results = 1 if self._has_blocks_left else len(self.waiting)
-        ready, late = ray.wait(list(self.waiting), num_returns=n_results, timeout=POLL_INTERVAL_S)
+        ready, late = actor_calls.wait(
+            list(self.waiting), num_returns=n_results, timeout=POLL_INTERVAL_S
+        )
         for reference in ready:
             self._take_answer(reference)
         now = time.monotonic()
@@ -221,8 +229,10 @@ class RayRound:
         """Dispatch `blocks` to a worker; `again`: the worker may have sent a result already."""
         bases = {task.base: self.broadcasts[task.base] for block in blocks for task in block.tasks}
         recipient = self.pool.workers[worker]
-        returned = recipient.actor.train.remote(blocks, again, list(bases), *bases.values())
-        *vectors, result = cast(list[ObjectRef[Any]], returned)
+        sent, states = (blocks, None) if again else self.pool.share_states(worker, blocks)
+        *vectors, result = recipient.actor.call(
+            "train", sent, again, states, list(bases), *bases.values()
+        )
         self.waiting[result] = BlockCall(
             vectors[: 1 + self.sends_rows],
             worker,
@@ -248,14 +258,14 @@ class RayRound:
                 # The worker's shared buffer may hold its first result, which is not read yet.
                 self._send(worker, blocks, again=True)
 
-    def _take_answer(self, reference: ObjectRef[Any]) -> None:
+    def _take_answer(self, reference: Reference) -> None:
         """Take in the result of a call, or handle its failure."""
         call = self.waiting.get(reference)
         # The failure of the call's actor has removed the call already.
         if call is None:
             return
         try:
-            result: Any = ray.get(reference, timeout=self.pool.timeout)
+            result: Any = actor_calls.get(reference, self.pool.timeout)
         except RayError as error:
             self._handle_failure(reference, call, error)
             return
@@ -268,6 +278,9 @@ class RayRound:
                     size += share.outcome.bytes[1]
             self._send_up(vectors, call.shares, size)
             return
+        result, states = result
+        if states is not None:
+            attach_states(result.clients, self.pool.shared_buffers[states.writer].read(states))
         call.outcome = result
         self.seconds[call.worker] += result.seconds
         self.speeds.observe(call.worker, count_local_steps(call.blocks), result.seconds)
@@ -295,11 +308,10 @@ class RayRound:
         """Let the NodeAggregator of a node add up the vectors of `sums`."""
         bound = sum(share.outcome.bound for share in sums)
         vectors = [share.vectors[0] for share in sums]
-        returned = self.pool.aggregator(node).add.remote(bound, *vectors)
-        vector, size = cast(list[ObjectRef[Any]], returned)
+        vector, size = self.pool.aggregator(node).call("add", bound, *vectors)
         self.waiting[size] = NodeSum(vector, node, self.pool.topology.name(node), shares)
 
-    def _send_up(self, vectors: list[ObjectRef[Tree]], shares: list[BlockCall], size: int) -> None:
+    def _send_up(self, vectors: list[Reference], shares: list[BlockCall], size: int) -> None:
         """Record the vectors of `shares` (`size` bytes) as an upload, and the calls' results."""
         ids = [client for share in shares for client in share.outcome.ids]
         if ids:
@@ -314,7 +326,7 @@ class RayRound:
     # Failures.
 
     def _handle_failure(
-        self, reference: ObjectRef[Any], call: BlockCall | NodeSum, error: RayError
+        self, reference: Reference, call: BlockCall | NodeSum, error: RayError
     ) -> None:
         """Do the work of a failed call again, or raise its error, as the failure policy decides."""
         failure = translated(error, f"{round_name(self.t)}: {call.who}")
@@ -366,13 +378,13 @@ class RayRound:
             f"{pool.timeout:g} s; Ray does not deliver their inputs (limit: resources.timeout)"
         )
 
-    def _actor_of(self, call: BlockCall | NodeSum) -> ActorHandle | None:
+    def _actor_of(self, call: BlockCall | NodeSum) -> Actor | None:
         """Return the actor of a call; None for a NodeAggregator that the pool has removed."""
         if isinstance(call, NodeSum):
             return self.pool.aggregators.get(call.node)
         return call.actor
 
-    def _retry_sum(self, reference: ObjectRef[Any], why: str) -> None:
+    def _retry_sum(self, reference: Reference, why: str) -> None:
         """Train the blocks of a node sum again because its NodeAggregator or its inputs failed."""
         node_sum = self.waiting.pop(reference)
         assert isinstance(node_sum, NodeSum)
@@ -452,12 +464,14 @@ class ClientEvaluationRound(RayRound):
         self.scheduler = BlockScheduler(self.speeds)
 
     def _send(self, worker: int, blocks: list[Block], again: bool = False) -> None:
-        """Dispatch blocks to a worker, whose result goes through the object store."""
+        """Dispatch blocks to a worker, whose result does not go through shared memory."""
         super()._send(worker, blocks, again=True)
 
     def ready(self) -> bool:
         """Return whether `get` returns without waiting."""
         return (
             not self.retries
-            and not ray.wait(list(self.waiting), num_returns=len(self.waiting), timeout=0)[1]
+            and not actor_calls.wait(list(self.waiting), num_returns=len(self.waiting), timeout=0)[
+                1
+            ]
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from raysim.distributed import actor_calls
 from raysim.engine.failure_policy import ActorDied
 from raysim.errors import ConfigError, RaysimError, ServerStateLost
 
@@ -30,7 +30,7 @@ def get(reference: Any, awaited: str, timeout: float) -> Any:
             unchanged.
     """
     try:
-        return ray.get(reference, timeout=timeout)
+        return actor_calls.get(reference, timeout)
     except GetTimeoutError:
         raise RaysimError(
             f"waited {timeout:g} s for {awaited}; the actor may be overloaded, or its node may "

@@ -9,17 +9,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import count, islice
 from typing import Any, cast
 
 import ray
-from ray import ObjectRef
-from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysim.config.sections.schedule import Sync
+from raysim.distributed.actor_calls import Actor, Reference
 from raysim.distributed.actor_health import ActorSupervisor
 from raysim.distributed.actors import ClientActor, EvalActor, NodeAggregator, ServerActor
 from raysim.distributed.block_scheduler import WorkerSpeeds
@@ -27,26 +26,33 @@ from raysim.distributed.cluster import nodes
 from raysim.distributed.cluster.autoscaling import await_resources
 from raysim.distributed.cluster.versions import check_source_code, source_code
 from raysim.distributed.node_traffic import ClusterTopology
-from raysim.distributed.shared_memory import SharedBuffer
-from raysim.distributed.waiting import POLL_INTERVAL_S, first_line
+from raysim.distributed.shared_memory import (
+    ALIGNMENT_BYTES,
+    SharedBuffer,
+    SharedBufferRef,
+    move_states,
+    states_of,
+)
+from raysim.distributed.waiting import POLL_INTERVAL_S, first_line, translated
 from raysim.engine.failure_policy import ActorDied, Decision, FailurePolicy, Work
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules.uploads import sums
 from raysim.system import processes, startup_stages
+from raysim.training.messages import Block, ClientTask
 
 RECOVERIES = ("system/actors_failed", "system/blocks_retried", "system/server_restarts")
 """Metrics that count the failures that a run has recovered from."""
 
 MAX_SHARED_BUFFER_BYTES = 64 * 2**20
-"""Largest size of an actor's shared buffer. Larger messages go through the object store."""
+"""Largest size of a shared buffer. In a run with larger messages, calls go through Ray."""
 
 
 @dataclass
 class Worker:
     """ClientActor that is ready for work."""
 
-    actor: ActorHandle[ClientActor]
+    actor: Actor
     """Ray handle of the actor."""
 
     node: str
@@ -65,7 +71,7 @@ class WorkerPool:
 
     def __init__(self, log: Callable[[str], None]):
         self.log = log
-        self._server: ActorHandle[ServerActor] | None = None
+        self._server: Actor | None = None
         self.supervisor = ActorSupervisor(log)
         """Supervisor of all actors below."""
         self.wanted = 0
@@ -76,19 +82,21 @@ class WorkerPool:
         """Number of failed actors, of blocks trained again and of server restarts in this run."""
         self.workers: dict[int, Worker] = {}
         """ClientActors that are ready, by worker number."""
-        self.joining: dict[int, tuple[ActorHandle[ClientActor], ObjectRef[Any]]] = {}
+        self.joining: dict[int, tuple[Actor, Reference]] = {}
         """ClientActors that are starting, by worker number: handle, and reference to its place."""
-        self.eval: ActorHandle[EvalActor] | None = None
+        self.eval: Actor | None = None
         """The EvalActor; None in a run without evaluation."""
-        self.aggregators: dict[str, ActorHandle[NodeAggregator]] = {}
+        self.aggregators: dict[str, Actor] = {}
         """NodeAggregators by node id."""
         self.speeds = WorkerSpeeds()
         """Measured speed of each worker, which the block schedulers of all rounds share."""
         self.shared_buffers: dict[str, SharedBuffer] = {}
         """Shared buffers by writer; empty if the run uses the object store."""
+        self.uses_sockets = False
+        """Whether the actors are called over sockets."""
 
     @property
-    def server(self) -> ActorHandle[ServerActor]:
+    def server(self) -> Actor:
         """The ServerActor; only after `start`."""
         assert self._server is not None
         return self._server
@@ -130,7 +138,7 @@ class WorkerPool:
         # An asynchronous run has several versions and rounds in flight at a time.
         if isinstance(plan.config.schedule, Sync) and used_nodes == {self.home}:
             self._create_shared_buffers(plan)
-            self._open_shared_buffers(self.server)
+            self._open_local(self.server)
         self._await_workers(self.supervisor.start_timeout_s)
         if plan.evaluates and resources.server_share:
             self.eval = self._start_evaluator()
@@ -146,7 +154,7 @@ class WorkerPool:
 
     def _await_first_actors(self) -> set[str]:
         """Wait for server and ClientActors, check their source code, and return their nodes."""
-        awaited: dict[str, ObjectRef[Any]] = {"the ServerActor": self.server.where.remote()}
+        awaited: dict[str, Reference] = {"the ServerActor": self.server.call("where")[0]}
         for number, (_, place) in self.joining.items():
             awaited[f"ClientActor {number}"] = place
         places = self.supervisor.wait_for_start(awaited)
@@ -195,11 +203,12 @@ class WorkerPool:
         ):
             options.pop("scheduling_strategy", None)
         heartbeat = self.supervisor.new_address()
-        actor = cast(Any, ray.remote(kind)).options(**options).remote(heartbeat, *arguments)
+        starter = cast(Any, ray.remote(kind)).options(**options)
+        actor = Actor(starter.remote(heartbeat, *arguments), kind)
         self.supervisor.add(actor, heartbeat, f"the {kind.__name__}")
         return actor
 
-    def _start_server(self) -> ActorHandle[ServerActor]:
+    def _start_server(self) -> Actor:
         """Start a ServerActor: on its node if that is alive and has the GPUs, else anywhere."""
         gpus = self.resources.server_share
         options = {}
@@ -221,7 +230,7 @@ class WorkerPool:
         self.topology.server = node
         self.supervisor.rename(self.server, f"the ServerActor on node {self.topology.name(node)}")
 
-    def _start_evaluator(self) -> ActorHandle[EvalActor]:
+    def _start_evaluator(self) -> Actor:
         """Start an EvalActor: on the server's node, or on any node if it needs a GPU."""
         gpus = self.resources.server_share
         options = {}
@@ -230,7 +239,7 @@ class WorkerPool:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
         return self._start(EvalActor, self.plan, num_gpus=gpus, **options)
 
-    def _start_client(self, number: int) -> ActorHandle[ClientActor]:
+    def _start_client(self, number: int) -> Actor:
         """Start ClientActor `number`; Ray spreads the ClientActors over the nodes."""
         resources = self.resources
         return self._start(
@@ -251,7 +260,7 @@ class WorkerPool:
         """
         return self.sends_sums and uploads > 1 and node != self.topology.server
 
-    def aggregator(self, node: str) -> ActorHandle[NodeAggregator]:
+    def aggregator(self, node: str) -> Actor:
         """Return the NodeAggregator of `node`; start it if the node has none.
 
         Args:
@@ -283,7 +292,7 @@ class WorkerPool:
         """Start ClientActors until `wanted` of them are ready or starting."""
         for number in set(range(self.wanted)) - set(self.workers) - set(self.joining):
             actor = self._start_client(number)
-            self.joining[number] = actor, actor.where.remote()
+            self.joining[number] = actor, actor.call("where")[0]
 
     def _await_workers(self, timeout: float = 0.0, least: int | None = None) -> None:
         """Move starting ClientActors that are ready to `workers`, and drop those that failed.
@@ -299,7 +308,7 @@ class WorkerPool:
             try:
                 place = ray.get(ready, timeout=self.timeout)
                 check_source_code(f"ClientActor {number}", place.code, source_code())
-                self._open_shared_buffers(actor)
+                self._open_local(actor)
             except (RayError, ActorDied, ConfigError) as error:
                 self._remove_joining(number, actor, first_line(error))
                 continue
@@ -310,7 +319,7 @@ class WorkerPool:
                 del self.joining[number]
                 self._remove_joining(number, actor, why)
 
-    def _remove_joining(self, number: int, actor: ActorHandle, why: str) -> None:
+    def _remove_joining(self, number: int, actor: Actor, why: str) -> None:
         """End a ClientActor that failed while starting; log `why`."""
         self.supervisor.end(actor)
         self.recoveries["system/actors_failed"] += 1
@@ -340,7 +349,7 @@ class WorkerPool:
                 )
         return self.workers
 
-    def remove_worker(self, number: int, why: str, actor: ActorHandle | None = None) -> None:
+    def remove_worker(self, number: int, why: str, actor: Actor | None = None) -> None:
         """End a ClientActor that has failed or cannot be reached; log `why`.
 
         Args:
@@ -368,7 +377,7 @@ class WorkerPool:
         If the machine has too little shared memory, the run uses the object store.
         """
         P, Q = plan.problem.size, plan.initial[1].numel()
-        # What most rounds send. A message with more limbs goes through the object store.
+        # What most rounds send. A message with more limbs is sent as it is.
         limbs = 2 if plan.config.dtype == "float64" else 1
         up = (limbs * len(sums(plan.server.uploads)) * P + 2 * limbs * Q) * 8
         rows = len(plan.sent_per_client) * plan.config.schedule.size * (P + Q) * 8
@@ -380,16 +389,66 @@ class WorkerPool:
                 name: SharedBuffer.new(min(size, MAX_SHARED_BUFFER_BYTES) + 4096)
                 for name, size in sizes.items()
             }
+            self.uses_sockets = max(sizes.values()) <= MAX_SHARED_BUFFER_BYTES
         except OSError as error:
             self.log(f"no shared memory ({error}); the object store is used instead")
 
-    def _open_shared_buffers(self, actor: ActorHandle) -> None:
-        """Open all shared buffers in `actor`; do nothing in a run without them."""
+    def _open_local(self, actor: Actor) -> None:
+        """Open all shared buffers in `actor`, and call it over a socket from now on.
+
+        Do nothing in a run without shared buffers. If they are too small for some messages, calls
+        go through Ray, whose object store takes these past the driver.
+        """
         if self.shared_buffers:
             paths = {name: buffer.path for name, buffer in self.shared_buffers.items()}
-            self.supervisor.wait(
-                actor.open_shared_buffers.remote(paths), "an actor to open the shared memory", actor
-            )
+            (opened,) = actor.call("open_shared_buffers", paths)
+            self.supervisor.wait(opened, "an actor to open the shared memory", actor)
+        if self.uses_sockets:
+            try:
+                actor.connect(self.timeout)
+            except RayError as error:
+                raise translated(error, "an actor that connects to the driver") from None
+
+    def share_states(
+        self, number: int, blocks: list[Block]
+    ) -> tuple[list[Block], SharedBufferRef | None]:
+        """Write the states of clients into a shared buffer for a worker.
+
+        Args:
+            number: number of the ClientActor.
+            blocks: the blocks that it will train.
+
+        Returns:
+            The blocks without states, and the place of the states. Without shared buffers, the
+            blocks as they are, and None.
+        """
+        tasks = [task for block in blocks for task in block.tasks]
+        if not self.shared_buffers or not any(task.client_state for task in tasks):
+            return blocks, None
+        name = states_of(f"the driver for client {number}")
+        self._make_state_buffers(number, name, tasks)
+        tasks, place = move_states(tasks, name, self.shared_buffers[name])
+        remaining = iter(tasks)
+        sent = [replace(block, tasks=list(islice(remaining, len(block.tasks)))) for block in blocks]
+        return sent, place
+
+    def _make_state_buffers(self, number: int, name: str, tasks: list[ClientTask]) -> None:
+        """Allocate shared buffers for the states that a worker gets and returns, if they need more.
+
+        How large a state is shows when the first clients have returned theirs.
+        """
+        size = sum(
+            array.nbytes + ALIGNMENT_BYTES
+            for task in tasks
+            for array in (task.client_state or {}).values()
+        )
+        buffer = self.shared_buffers.get(name)
+        if size > MAX_SHARED_BUFFER_BYTES or (buffer is not None and buffer.size >= size):
+            return
+        made = {n: SharedBuffer.new(size) for n in (name, states_of(f"client {number}"))}
+        self.shared_buffers |= made
+        paths = {n: buffer.path for n, buffer in made.items()}
+        self.workers[number].actor.call("open_shared_buffers", paths)
 
     # Replacing the server and the evaluator.
 
@@ -409,11 +468,11 @@ class WorkerPool:
             self._server = self._start_server()
             try:
                 place = self.supervisor.wait(
-                    self.server.where.remote(), "the start of a new server", self.server
+                    self.server.call("where")[0], "the start of a new server", self.server
                 )
                 check_source_code("the ServerActor", place.code, source_code())
                 self._set_server_node(place.node)
-                self._open_shared_buffers(self.server)
+                self._open_local(self.server)
                 return
             except ActorDied as died:
                 decision = self.failure_policy.decide(died, Work.SERVER_START, attempt)
@@ -422,7 +481,7 @@ class WorkerPool:
                 self.log(f"{died}; trying again")
                 time.sleep(3 * POLL_INTERVAL_S)
 
-    def restart_evaluator(self, old: ActorHandle, why: str) -> ActorHandle[EvalActor]:
+    def restart_evaluator(self, old: Actor, why: str) -> Actor:
         """Replace the EvalActor, unless it has been replaced already, and return the new one.
 
         Args:
@@ -449,11 +508,16 @@ class WorkerPool:
         actors = [*self.aggregators.values(), self._server, self.eval]
         actors += [worker.actor for worker in self.workers.values()]
         actors += [actor for actor, _ in self.joining.values()]
+        for actor in actors:
+            if actor is not None:
+                actor.close()
         if not broken:
             broken = not processes.limited(
-                lambda: [ray.kill(actor) for actor in actors if actor], nodes.SHUTDOWN_TIMEOUT_S
+                lambda: [ray.kill(actor.handle) for actor in actors if actor],
+                nodes.SHUTDOWN_TIMEOUT_S,
             )
         self.shared_buffers = {}
+        self.uses_sockets = False
         self.aggregators = {}
         if self.ours:
             nodes.leave_cluster(broken)

@@ -114,6 +114,8 @@ def make_tasks(
         which: for each client, whether its task is made; None: all of them.
         requests: requests of probes, by client and by probe.
     """
+    # In a synchronous round the states are used before its clients' new ones are put.
+    copy = plan.config.schedule.name != "sync"
     # A share is times N, so that it is about 1; the server divides the differences by N.
     by_samples = plan.server.weights == "samples"
     n_clients = plan.problem.n_nonempty
@@ -135,7 +137,7 @@ def make_tasks(
                 cohort.steps[i],
                 share,
                 bool(store.seen[client]),
-                store.get(client),
+                store.get(client, copy),
                 requests.get(client, {}),
             )
         )

@@ -91,7 +91,7 @@ class ChaoticPool(WorkerPool):
 
     def _start(self, kind: Any, *arguments: Any, **more: Any) -> Any:
         actor = super()._start(kind, *arguments, **more)
-        self.pids[actor._ray_actor_id] = actor.__ray_call__.remote(lambda self: os.getpid())
+        self.pids[actor] = actor.handle.__ray_call__.remote(lambda self: os.getpid())
         return actor
 
     def kill(self, actor: Any) -> bool:
@@ -99,7 +99,7 @@ class ChaoticPool(WorkerPool):
         import ray
 
         try:
-            pid = ray.get(self.pids[actor._ray_actor_id], timeout=60)
+            pid = ray.get(self.pids[actor], timeout=60)
             if b"ray::" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return False
             os.kill(pid, signal.SIGKILL)
@@ -253,10 +253,10 @@ class StalkedPool(ChaoticPool):
                 assert self.kill(actor)
         return actor
 
-    def _open_shared_buffers(self, actor: Any) -> None:
+    def _open_local(self, actor: Any) -> None:
         if self.begun and self.late and self.done and self.kill(actor):
             self.late = False
-        super()._open_shared_buffers(actor)
+        super()._open_local(actor)
 
 
 class Stalked(RayExecutor):

@@ -38,8 +38,6 @@ ROUNDS = 2000
 def test_nothing_grows_in_two_thousand_rounds(local_ray, uri, tmp_path, monkeypatch, algorithm):
     """Of the driver, two ClientActors, the server, the evaluator and the raylet, which has the
     object store: the slopes over the second half of the run, by least squares."""
-    import ray
-
     made: list[RayExecutor] = []
     pids: dict[str, int] = {}
     seen: dict[str, list[tuple[int, ...]]] = {}
@@ -51,15 +49,11 @@ def test_nothing_grows_in_two_thousand_rounds(local_ray, uri, tmp_path, monkeypa
     def progress(record: dict[str, float]) -> None:
         t = int(record["round"])
         if not pids:
-            actors = {f"client {i}": worker.actor for i, worker in made[0].workers.items()}
-            actors |= {"server": made[0].server, "eval": made[0].eval}
-            here = {
-                name: a.__ray_call__.remote(lambda self: os.getpid()) for name, a in actors.items()
-            }
-            pids.update(
-                {name: ray.get(pid, timeout=60) for name, pid in here.items()}
-                | {"driver": os.getpid()}
-            )
+            actors = {f"client {i}": worker.actor for i, worker in made[0].pool.workers.items()}
+            pool = made[0].pool
+            actors |= {"server": pool.server, "eval": pool.eval}
+            pids.update({name: pool.supervisor.process(a)[1].pid for name, a in actors.items()})
+            pids["driver"] = os.getpid()
             pids["raylet"] = int(
                 Path(f"/proc/{pids['server']}/stat").read_text().rpartition(")")[2].split()[1]
             )

@@ -794,10 +794,8 @@ def clients(executor: Any) -> list[Any]:
     return [worker.actor for worker in executor.pool.workers.values()]
 
 
-def pid(actor: Any) -> int:
-    import ray
-
-    return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
+def pid(executor: Any, actor: Any) -> int:
+    return executor.pool.supervisor.process(actor)[1].pid
 
 
 @pytest.mark.ray
@@ -817,9 +815,8 @@ def test_a_killed_actor_does_not_show(on_ray, config, tmp_path):
 
     def kill(executor: Any, t: int) -> None:
         if t == 0:
-            everyone.extend(
-                map(pid, (*clients(executor), executor.pool.server, executor.pool.eval))
-            )
+            pool = executor.pool
+            everyone.extend(pid(executor, a) for a in (*clients(executor), pool.server, pool.eval))
         if t == 2:
             os.kill(everyone[0], signal.SIGKILL)
 
@@ -861,7 +858,7 @@ def test_work_that_is_kept_back_does_not_show(on_ray, config, tmp_path, monkeypa
 
     def look(executor: Any, t: int) -> None:
         if killed and t == 2:
-            os.kill(pid(clients(executor)[0]), signal.SIGKILL)
+            os.kill(pid(executor, clients(executor)[0]), signal.SIGKILL)
 
     helped: list[int] = []
     next_batch = BlockScheduler.next_batch
@@ -924,7 +921,7 @@ def test_who_takes_too_long_or_is_lost_is_named(local_ray, config, source, monke
 def ray_kill(actor: Any) -> None:
     import ray
 
-    ray.kill(actor)
+    ray.kill(actor.handle)
 
 
 @pytest.mark.ray

@@ -87,7 +87,7 @@ class StruckPool(WorkerPool):
             and self.case == "adder"
         ):
             self.case = "sums"
-            ray.kill(aggregator)
+            ray.kill(aggregator.handle)
         return aggregator
 
     def stop(self, actor: Any) -> None:

@@ -109,17 +109,23 @@ class ClientStateStore:
             self._leave_disk(client)
         self.seen[client] = True
 
-    def get(self, client: int) -> StoredState | None:
-        """Return a copy of the row of a client; None if it has none.
+    def get(self, client: int, copy: bool = True) -> StoredState | None:
+        """Return the row of a client; None if it has none.
 
         Args:
             client: number of the client.
+            copy: False: arrays that cannot be written to, and that change at the next `put`.
 
         Raises:
             RaysimError: the row on disk is damaged.
         """
         if client in self._places:
-            return {k: v.copy() for k, v in self._in_memory(client).items()}
+            row = self._in_memory(client)
+            if copy:
+                return {k: v.copy() for k, v in row.items()}
+            for view in row.values():
+                view.flags.writeable = False
+            return row
         return self._from_disk(client) if self._slots[client] >= 0 else None
 
     @property
