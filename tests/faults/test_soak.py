@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.processes import basic
+from support.processes import basic, pid_of
 
 from raysim.distributed.ray_executor import RayExecutor
 from raysim.prepare.resolve import prepare
@@ -52,7 +52,7 @@ def test_nothing_grows_in_two_thousand_rounds(local_ray, uri, tmp_path, monkeypa
             actors = {f"client {i}": worker.actor for i, worker in made[0].pool.workers.items()}
             pool = made[0].pool
             actors |= {"server": pool.server, "eval": pool.eval}
-            pids.update({name: pool.supervisor.process(a)[1].pid for name, a in actors.items()})
+            pids.update({name: pid_of(made[0], a) for name, a in actors.items()})
             pids["driver"] = os.getpid()
             pids["raylet"] = int(
                 Path(f"/proc/{pids['server']}/stat").read_text().rpartition(")")[2].split()[1]

@@ -31,7 +31,7 @@ import yaml
 from safetensors.torch import load_file
 from support.batteries import is_usual, small
 from support.forked import Forked
-from support.processes import processes_with_mark, until
+from support.processes import pid_of, processes_with_mark, until
 from support.programs import program
 from support.stopped_runs import same, stop_at
 
@@ -794,10 +794,6 @@ def clients(executor: Any) -> list[Any]:
     return [worker.actor for worker in executor.pool.workers.values()]
 
 
-def pid(executor: Any, actor: Any) -> int:
-    return executor.pool.supervisor.process(actor)[1].pid
-
-
 @pytest.mark.ray
 @pytest.mark.long
 def test_a_killed_actor_does_not_show(on_ray, config, tmp_path):
@@ -816,7 +812,9 @@ def test_a_killed_actor_does_not_show(on_ray, config, tmp_path):
     def kill(executor: Any, t: int) -> None:
         if t == 0:
             pool = executor.pool
-            everyone.extend(pid(executor, a) for a in (*clients(executor), pool.server, pool.eval))
+            everyone.extend(
+                pid_of(executor, a) for a in (*clients(executor), pool.server, pool.eval)
+            )
         if t == 2:
             os.kill(everyone[0], signal.SIGKILL)
 
@@ -858,7 +856,7 @@ def test_work_that_is_kept_back_does_not_show(on_ray, config, tmp_path, monkeypa
 
     def look(executor: Any, t: int) -> None:
         if killed and t == 2:
-            os.kill(pid(executor, clients(executor)[0]), signal.SIGKILL)
+            os.kill(pid_of(executor, clients(executor)[0]), signal.SIGKILL)
 
     helped: list[int] = []
     next_batch = BlockScheduler.next_batch

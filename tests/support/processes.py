@@ -77,6 +77,13 @@ def until(condition: Callable[[], Any], seconds: float, what: str) -> None:
         time.sleep(0.02)
 
 
+def pid_of(executor: Any, actor: Any) -> int:
+    """Return the process of an actor, which its first heartbeat names."""
+    supervisor = executor.pool.supervisor
+    until(lambda: supervisor.process(actor) is not None, 60, "an actor sends no heartbeat")
+    return supervisor.process(actor)[1].pid
+
+
 def processes_with_mark(mark: str) -> list[int]:
     """Return the processes that have this mark in their environment; zombies have none."""
     marked = []
