@@ -39,7 +39,7 @@ from raysim.system.signals import reraise_stop
 
 aten = torch.ops.aten
 
-MAX_PARAMETERS = 600_000
+MAX_PARAMETERS = 1_000_000
 """Larger nets keep to autograd: their kernels take so long that the gain falls below 10 %."""
 
 Backward = Callable[[Tensor, bool, list[Tensor]], Tensor | None]
