@@ -60,7 +60,8 @@ class FedDynClient(ClientRule):
 
     def direction(self, shared: State, state: State, batch: Batch, task: Task) -> Tensor:
         w = state["w"]
-        return task.grad(w, batch) + state["alpha"] * (w - shared["x"] + state["lambda"])
+        pull = (w - shared["x"]).add_(state["lambda"]).mul_(state["alpha"])
+        return task.grad(w, batch).add_(pull)
 
     def finish(
         self, shared: State, state: State, client_state: State, data: LocalData, task: Task

@@ -27,7 +27,8 @@ class FedProxClient(ClientRule):
     """Strength of the pull."""
 
     def direction(self, shared: State, state: State, batch: Batch, task: Task) -> Tensor:
-        return task.grad(state["w"], batch) + self.mu * (state["w"] - shared["x"])
+        pull = (state["w"] - shared["x"]).mul_(self.mu)
+        return task.grad(state["w"], batch).add_(pull)
 
 
 Algorithm("fedprox", FedProxClient, FedAvgServer, "Li T. 2020", presets=AUTHORS_CODE)

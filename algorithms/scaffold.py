@@ -67,7 +67,7 @@ class SCAFFOLDClient(ClientRule):
         return {"c_i": client_state["c_i"]}
 
     def direction(self, shared: State, state: State, batch: Batch, task: Task) -> Tensor:
-        return task.grad(state["w"], batch) - state["c_i"] + shared["c"]
+        return task.grad(state["w"], batch).sub_(state["c_i"]).add_(shared["c"])
 
     def finish(
         self, shared: State, state: State, client_state: State, data: LocalData, task: Task

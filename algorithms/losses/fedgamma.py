@@ -23,7 +23,7 @@ class FedGAMMAClient(SCAFFOLDClient):
     def direction(self, shared, state, batch, task):
         g = task.grad(state["w"], batch, mode="frozen")
         g = task.grad(state["w"] + self.rho * g / (g.norm() + 1e-12), batch)
-        return g - state["c_i"] + shared["c"]
+        return g.sub_(state["c_i"]).add_(shared["c"])
 
 
 Algorithm(

@@ -210,7 +210,8 @@ class Task(SuggestsAttributes, ABC):
             buffers: [Q], the BatchNorm statistics for mode "eval"; the client's own by default.
 
         Returns:
-            The gradient, [P].
+            The gradient, [P], in a new tensor: the rule may change it in place, which saves a pass
+            over memory.
 
         Raises:
             ValueError: under `privacy`, mode is not "train".
