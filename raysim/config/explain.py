@@ -17,7 +17,7 @@ from raysim.config.sections.learning_rate import WarmupSchedule
 from raysim.config.sections.local import Local
 from raysim.config.sections.schedule import Clocked, Sync
 from raysim.errors import ConfigError
-from raysim.spelling import did_you_mean
+from raysim.spelling import did_you_mean, nearest_words
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -259,7 +259,15 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
         return ["name"], f"missing; give it a name: {', '.join(choices(last))}"
     if kind == "invalid_key":
         return [], "a key must be a word"
-    return [], _wrong_value(item, path)
+    return [], _wrong_value(item, path) + _other_group(path, raw)
+
+
+def _other_group(path: list[str], raw: Any) -> str:
+    """Return the hint that another group of the configuration is meant; "" if none is similar."""
+    if path[:-1] != ["groups"]:
+        return ""
+    near = nearest_words(path[-1], [name for name in raw["groups"] if name != path[-1]])
+    return f"; did you mean groups.{near[0]}?" if near else ""
 
 
 def _wrong_value(item: Any, path: list[str]) -> str:
