@@ -29,6 +29,7 @@ class BackdoorClient(ClientRule):
     """Local SGD on poisoned batches, with a scaled update."""
 
     name = "backdoor"
+    attacks = True
     needs_class_labels = True
     share: Share = 0.3
     """Poisoned share of each batch."""

@@ -53,6 +53,7 @@ def prepare(
     raw = read_run_config(source, overrides)
     plan = resolve_plan(raw)
     rule_checks.note_uniform_weights(raw, plan)
+    rule_checks.note_attackers(raw, plan)
     return plan
 
 

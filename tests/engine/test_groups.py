@@ -217,7 +217,9 @@ def test_groups_and_the_files_that_they_name_are_part_of_the_identity(attacked, 
     for text in ("1 2", "1 3"):
         file.write_text(text)
         fingerprints.add(
-            prepare({**attacked, "groups": only_named({"a": {"file": str(file)}})}).config.fingerprint
+            prepare(
+                {**attacked, "groups": only_named({"a": {"file": str(file)}})}
+            ).config.fingerprint
         )
     moved = tmp_path / "moved.txt"
     moved.write_text("1 3")
