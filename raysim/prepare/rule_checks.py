@@ -251,7 +251,8 @@ def note_attackers(raw: Mapping[str, Any], plan: Plan) -> None:
     needed = n_attackers if is_number else round(share, 2)
     names = " and ".join(plan.groups[k - 1].name for k in attacking)
     startup_stages.notes.info(
-        "%s expects %s=%s, but of the %d clients of a round about %d are attackers (groups: %s); %s",
+        "%s expects %s=%s, but of the %d clients of a round about %d are attackers "
+        "(groups: %s); %s",
         server.name,
         key,
         value,
