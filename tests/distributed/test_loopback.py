@@ -197,7 +197,7 @@ def test_a_start_that_takes_too_long_is_explained(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(nodes.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(nodes.ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(RaysimError, match=r"timed out .* `raysim doctor` .*executor=inline$"):
+    with pytest.raises(RaysimError, match=r"timed out .*`raysim doctor` .*executor=inline$"):
         nodes.connect(None, 1, print)
 
 
