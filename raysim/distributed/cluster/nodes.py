@@ -152,7 +152,8 @@ def _start_here(cpus: float, log: Callable[[str], None]) -> None:
         if "timed out" in str(error):
             reason += (
                 f" It had {loopback.START_TIMEOUT_S:g} s: start again when CPUs and memory are "
-                "free (`raysim doctor` shows them). A single run needs no Ray: resources.executor=inline"
+                "free (`raysim doctor` shows them). A single run needs no Ray: "
+                "resources.executor=inline"
             )
         raise RaysimError(f"cannot start Ray on this machine: {reason}") from None
 
