@@ -6,10 +6,13 @@ import logging
 
 import pytest
 
+from raysim.cli.progress import notes_shown
+from raysim.cli.terminal import Terminal
 from raysim.prepare.resolve import prepare
 from raysim.rules.contract import CLIENT_RULES
 from raysim.rules.methods import registry
 from raysim.rules.rule import family
+from raysim.sweeps.preparation import prepare_sweep
 
 
 @pytest.fixture
@@ -66,6 +69,19 @@ def test_it_names_the_number_and_the_key(sections, end, notes):
 )
 def test_else_it_is_silent(sections, notes):
     assert not notes(**sections)
+
+
+def test_a_sweep_prints_it_once(base, ragged, capsys):
+    config = {key: value for key, value in base.items() if key not in ("run_dir", "tracking")}
+    config |= {
+        "rounds": 1, "partition": ragged([5] * 20), "schedule": {"cohort": 10}, "model": "logistic",
+        "algorithm": "krum", "groups": {"bad": {"share": 0.2, "client": "sign_flip"}},
+        "sweep": {"groups.bad.client": ["sign_flip", "label_flip"], "seed": [0, 1]},
+    }  # fmt: skip
+    with notes_shown(Terminal(width=200)):
+        assert len(prepare_sweep(config).trials) == 4
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("note: krum expects algorithm.attackers=1") == 1
 
 
 def test_all_shipped_attackers_are_declared():
