@@ -17,6 +17,7 @@ from raysim.rules import ClientRule, NonNegative
 class AlieClient(ClientRule):
     """All attackers send the mean of their honest updates, minus z standard deviations."""
 
+    attacks = True
     z: NonNegative | None = None
     """None: that of the paper, from the numbers of clients and attackers; at least 0."""
 

@@ -16,6 +16,7 @@ class GaussianNoiseClient(ClientRule):
     """Trains, and sends noise."""
 
     name = "gaussian_noise"
+    attacks = True
     sigma: NonNegative = 0.1
     """Standard deviation of each coordinate. The paper has 200."""
     mean: float = 0.0

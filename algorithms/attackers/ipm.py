@@ -15,6 +15,7 @@ from raysim.rules import ClientRule, NonNegative
 class IpmClient(ClientRule):
     """All attackers send -epsilon times the mean of the others' updates."""
 
+    attacks = True
     epsilon: NonNegative = 0.5
     """Length of the reversed mean."""
 

@@ -16,6 +16,7 @@ class LabelFlipClient(ClientRule):
     """Local SGD on flipped labels."""
 
     name = "label_flip"
+    attacks = True
     needs_class_labels = True
 
     def loss(self, shared, state, net, batch, task):

@@ -21,6 +21,7 @@ class MinMaxClient(ClientRule):
     """Collude on an update that distances do not reveal. It depends on the honest updates."""
 
     name = "min_max"
+    attacks = True
     gamma: Positive = 10.0
     """First gamma of the search."""
 

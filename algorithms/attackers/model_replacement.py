@@ -1,9 +1,10 @@
-"""Model replacement with a backdoor (Bagdasaryan et al., AISTATS 2020).
+"""Model replacement, the attacker `backdoor` (Bagdasaryan et al., AISTATS 2020).
 
 Attackers put a trigger, bright pixels in the lower right corner, on a share of each batch and label
 these images TARGET. They send their update times boost; with boost = (clients of a round) /
-server.lr a single attacker replaces the global model by its own. The metric `backdoor` is the share
-of the test images of other classes that become TARGET through the trigger.
+server.lr a single attacker replaces the global model by its own. The metric `backdoor`
+(`evaluate.metrics: [accuracy, backdoor]`) is the share of the test images of other classes that
+become TARGET through the trigger.
 
 Run: raysim run methods/model_replacement groups.attackers.client.boost=5
 """
@@ -26,9 +27,10 @@ def triggered(x):
 
 @dataclass(frozen=True)
 class BackdoorClient(ClientRule):
-    """Local SGD on poisoned batches, with a scaled update."""
+    """Model replacement: SGD on poisoned batches, scaled update; its success: metric `backdoor`."""
 
     name = "backdoor"
+    attacks = True
     needs_class_labels = True
     share: Share = 0.3
     """Poisoned share of each batch."""
@@ -46,7 +48,14 @@ class BackdoorClient(ClientRule):
 
 
 class Backdoor(TaskMetric):
-    """Success rate of the backdoor."""
+    """Share of the test images of other classes that the trigger turns into class 0."""
+
+    unit = "share"
+    larger_is_better = False  # for the server, and its defence
+
+    def check(self):
+        if not self.task.class_labels:
+            raise ValueError("the trigger is for images with class labels")
 
     def inputs(self, x):
         return triggered(x)

@@ -15,6 +15,7 @@ class SignFlipClient(ClientRule):
     """Trains honestly, and sends -factor times its update."""
 
     name = "sign_flip"
+    attacks = True
     factor: NonNegative = 1.0
     """Factor of the flipped update."""
 

@@ -22,6 +22,7 @@ class BulyanServer(ServerRule):
     """x <- x - lr * mean of the selected values that are nearest to their median."""
 
     counts_equally = True
+    attackers_key = "attackers"
     attackers: NonNegativeInt = 1
     """f, the number of attackers in a round of at least 4 f + 3 clients."""
 

@@ -22,6 +22,7 @@ class DnCServer(ServerRule):
     """Mean of the updates without outliers along the direction of their largest variance."""
 
     counts_equally = True
+    attackers_key = "attackers"
     uploads = {"delta": "per_client"}
     attackers: NonNegativeInt = 1
     """f, the number of attackers in a round."""

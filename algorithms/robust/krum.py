@@ -22,6 +22,7 @@ class KrumServer(ServerRule):
     """x <- x - lr * mean of the m updates with the smallest scores."""
 
     counts_equally = True
+    attackers_key = "attackers"
     attackers: NonNegativeInt = 1
     """f, the number of attackers in a round of at least 2 f + 3 clients."""
     m: PositiveInt = 1

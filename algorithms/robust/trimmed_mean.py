@@ -21,6 +21,7 @@ class TrimmedMeanServer(ServerRule):
 
     name = "trimmed_mean"
     counts_equally = True
+    attackers_key = "beta"
     beta: Annotated[float, Field(ge=0, lt=0.5)] = 0.1
     """Share of the clients that is left out at each end, below 0.5. Their number is rounded,
     but one or two values always remain."""

@@ -41,6 +41,7 @@ from raysim.diagnostics.recorded_updates import Observation
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
+from raysim.runs.run_dir import check_has_run
 
 STEP_SIZE_DROPS = (3 / 8, 5 / 8, 7 / 8)
 """Fractions of the iterations at which the step size falls to a tenth (Xu 2022)."""
@@ -77,10 +78,7 @@ def attack(
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: this machine has no GPU that torch can use; take device=cpu")
     folder = Path(run_dir)
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(
-            f"{folder} holds no run (no config.yaml); give the folder that `raysim run` printed"
-        )
+    check_has_run(folder)
     observations = recorded_updates.read_observations(folder, options.round)
     # The attack runs in this process, wherever the run itself was.
     inline = {"executor": "inline", "address": None, "gpus": 0, "server_gpus": 0}

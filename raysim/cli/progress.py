@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from rich.progress import (
@@ -55,6 +55,22 @@ def preparing(console: Terminal, title: str) -> Iterator[None]:
         ),
     ):
         yield
+
+
+def notes_shown(console: Terminal) -> AbstractContextManager[None]:
+    """Print each note on the runs that are prepared inside the block, once.
+
+    Args:
+        console: where the notes are printed.
+    """
+    printed: set[str] = set()
+
+    def show(note: str) -> None:
+        if note not in printed:
+            console.print(f"note: {note}", soft_wrap=True)
+        printed.add(note)
+
+    return startup_stages.shown_by(show, startup_stages.notes)
 
 
 class RunProgress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +13,10 @@ import typer
 from rich.table import Table
 
 from raysim.cli.base import Configuration, Overrides, app, print_table
-from raysim.cli.progress import RunProgress, preparing, summary
+from raysim.cli.progress import RunProgress, notes_shown, preparing, summary
 from raysim.cli.terminal import Terminal, say
 from raysim.errors import ClientError, ConfigError, counted, round_name
 from raysim.imports import uncollected
-from raysim.system import startup_stages
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan
@@ -50,7 +49,7 @@ def run(
             from raysim.prepare.checks import check_address
             from raysim.prepare.resolve import prepare
 
-        shown = nullcontext() if print_config or dry_run else _notes_shown(console)
+        shown = nullcontext() if print_config or dry_run else notes_shown(console)
         with shown, nullcontext() if print_config else preparing(console, config):
             plan = prepare(config, overrides or [])
         check_address(plan.config)
@@ -98,14 +97,6 @@ def resume(
     with preparing(console, run):
         reopened = forked(run, overrides or []) if fork else (*reopen(run, overrides or []), None)
     _execute_and_print(as_json, console, *reopened)
-
-
-def _notes_shown(console: Terminal) -> AbstractContextManager[None]:
-    """Print each note on the run that is prepared inside the block."""
-    return startup_stages.shown_by(
-        lambda note: console.print(f"note: {note}", soft_wrap=True),
-        startup_stages.notes,
-    )
 
 
 def _execute_and_print(as_json: bool, console: Terminal, plan: Plan, *reopened: Any) -> None:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from raysim.cli.base import app, print_table
 from raysim.cli.completion import complete_configuration, complete_override
-from raysim.cli.progress import preparing
+from raysim.cli.progress import notes_shown, preparing
 from raysim.cli.terminal import Terminal, aside, say
 from raysim.errors import ConfigError
 from raysim.imports import uncollected
@@ -98,7 +98,7 @@ def sweep(
         from raysim.sweeps.runner import run_sweep
         from raysim.sweeps.sweep_ledger import SweepLedger
 
-    with preparing(console, "checking the trials"):
+    with notes_shown(console), preparing(console, "checking the trials"):
         planned = prepare_sweep(config, overrides or [], folder, where or [])
         book = None if ledger is None else SweepLedger(ledger, planned, aside)
     if book and book.note:

@@ -17,7 +17,7 @@ from raysim.config.sections.learning_rate import WarmupSchedule
 from raysim.config.sections.local import Local
 from raysim.config.sections.schedule import Clocked, Sync
 from raysim.errors import ConfigError
-from raysim.spelling import did_you_mean
+from raysim.spelling import did_you_mean, nearest_words
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -43,7 +43,8 @@ COMMON_NAMES = {
     "clip max_norm": "local.max_grad_norm",
     "num_rounds n_rounds global_rounds comm_round communication_rounds": "rounds",
     "net network module": "model",
-    "strategy aggregator method": "algorithm",
+    "strategy aggregator aggregation method defence defense": "algorithm",
+    "attack attacks attacker attackers adversary malicious byzantine": "groups",
     "gpu device num_gpus": "resources.gpus",
     "num_workers workers actors num_actors": "resources.actors",
 }
@@ -241,7 +242,10 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
         hint = hint or did_you_mean(last, _keys_at(model, above, raw))
         return [], _whose(above, raw) + hint
     if kind in _MISSING:
-        return [], "missing; give it in the file or as {key}=…"
+        values = _choices_of_key(model, above, last, raw)
+        return [], "missing; give it in the file or as " + " or ".join(
+            f"{{key}}={value}" for value in values or ["…"]
+        )
     if kind == "union_tag_invalid":
         tag = "unit" if item["ctx"]["discriminator"] == "'unit'" else "name"
         name = item["ctx"]["tag"]
@@ -250,7 +254,15 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
         return ["name"], f"missing; give it a name: {', '.join(choices(last))}"
     if kind == "invalid_key":
         return [], "a key must be a word"
-    return [], _wrong_value(item, path)
+    return [], _wrong_value(item, path) + _other_group(path, raw)
+
+
+def _other_group(path: list[str], raw: Any) -> str:
+    """Return the hint that another group of the configuration is meant; "" if none is similar."""
+    if path[:-1] != ["groups"]:
+        return ""
+    near = nearest_words(path[-1], [name for name in raw["groups"] if name != path[-1]])
+    return f"; did you mean groups.{near[0]}?" if near else ""
 
 
 def _wrong_value(item: Any, path: list[str]) -> str:
@@ -340,8 +352,22 @@ def _at(raw: Any, path: list[str]) -> Any:
     return raw
 
 
+def _choices_of_key(model: Any, path: list[str], key: str, raw: Any) -> tuple[Any, ...]:
+    """Return the values that a key of a section can have; () if they are not a short list."""
+    section = _section_at(model, path, raw)
+    if not _is_model(section) or key not in section.model_fields:
+        return ()
+    annotation = section.model_fields[key].annotation
+    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
+
+
 def _keys_at(model: Any, path: list[str], raw: Any) -> list[str]:
     """Return the keys of the section at a place of the configuration; [] if they are unknown."""
+    return list(getattr(_section_at(model, path, raw), "model_fields", ()))
+
+
+def _section_at(model: Any, path: list[str], raw: Any) -> Any:
+    """Return the model of the section at a place of the configuration; None if it is unknown."""
     is_users_name = False
     for part in path:
         raw = named(raw.get(part)) if isinstance(raw, Mapping) else None
@@ -349,11 +375,11 @@ def _keys_at(model: Any, path: list[str], raw: Any) -> list[str]:
             is_users_name = False
             continue
         if not _is_model(model) or part not in model.model_fields:
-            return []
+            return None
         annotation = model.model_fields[part].annotation
         is_users_name = typing.get_origin(annotation) is dict
         model = _model_of(annotation, raw)
-    return list(getattr(model, "model_fields", ()))
+    return model
 
 
 def _model_of(annotation: Any, raw: Any) -> type[BaseModel] | None:

@@ -273,16 +273,18 @@ def _measured_names(configs: Iterable[Config]) -> set[str]:
 def _check_metric_of_clients(key: str, metric: str, config: Config) -> None:
     """Check that a run evaluates clients, on the kind of examples that a metric is about."""
     part, _, figure = metric.partition("/")
-    if not config.evaluate.clients:
-        raise ConfigError(f"{key}: {metric} needs evaluations of clients; set evaluate.clients")
     is_val = figure.startswith(VALIDATION)
-    if is_val and not config.partition.val:
+    is_there = config.partition.val if is_val else config.partition.test
+    needed = "partition.val.fraction=0.1" if is_val else "partition.test.fraction=0.2"
+    if not config.evaluate.clients:
+        also = "" if is_there else f" and {needed}"
         raise ConfigError(
-            f"{key}: {metric} needs validation examples of each client; set "
-            "partition.val.fraction=0.1"
+            f"{key}: {metric} needs evaluations of clients; set evaluate.clients.every=10{also}"
         )
-    if not is_val and not config.partition.test:
+    if not is_there:
+        kind, other = "validation", ""
+        if not is_val:
+            kind, other = "test", f", or name {part}/{VALIDATION}{figure}"
         raise ConfigError(
-            f"{key}: {metric} needs test examples of each client; set partition.test, or name "
-            f"{part}/{VALIDATION}{figure}"
+            f"{key}: {metric} needs {kind} examples of each client; set {needed}{other}"
         )

@@ -23,7 +23,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.methods.registry import build_part, is_shipped
 from raysim.rules.public import PublicData, PublicNeed
-from raysim.rules.tasks.learning_task import LearningTask, TaskData, TaskMetric
+from raysim.rules.tasks.learning_task import METHOD_METRICS, LearningTask, TaskData, TaskMetric
 from raysim.rules.tasks.loss_task import LossTask, make_loss_task, task_like
 from raysim.rules.tasks.shipped_tasks import TASKS
 from raysim.rules.tasks.user_loss import LossFunction
@@ -307,7 +307,7 @@ def make_metrics(config: Config, task: LearningTask, outputs: int) -> tuple[Task
 def _make_metric(name: str, task: LearningTask, outputs: int) -> TaskMetric:
     """Return a metric by its name or reference."""
     if ":" in name:
-        cls = _users_metric(name)
+        cls = _referenced_metric(name)
         logged = cls.metric_name or cls.__name__.lower()
         if taken := name_taken(logged):
             raise ConfigError(
@@ -324,8 +324,8 @@ def _make_metric(name: str, task: LearningTask, outputs: int) -> TaskMetric:
     return metric
 
 
-def _users_metric(reference: str) -> type[TaskMetric]:
-    """Return a user's metric by its reference."""
+def _referenced_metric(reference: str) -> type[TaskMetric]:
+    """Return a metric by its reference: a user's, or that of a shipped method."""
     cls: Any = load_object(reference, METRICS_KEY)
     if not (isinstance(cls, type) and issubclass(cls, TaskMetric)):
         raise ConfigError(
@@ -335,8 +335,11 @@ def _users_metric(reference: str) -> type[TaskMetric]:
 
 
 def _metric_of_task(name: str, task: LearningTask) -> type[TaskMetric]:
-    """Return a metric of the learning task by its name; of top-k metrics there is one class."""
-    known = task.metric_classes
+    """Return a metric by its name, which the learning task or a shipped method has.
+
+    Of top-k metrics there is one class.
+    """
+    known = {**METHOD_METRICS, **task.metric_classes}
     form = "top{k}" if name.startswith("top") and name[3:].isdecimal() else name
     if form not in known:
         hint = did_you_mean(name, known) or f"; it has {', '.join(known) or 'none'}"
@@ -356,8 +359,18 @@ def written_out(config: Config, task: LearningTask, metrics: tuple[TaskMetric, .
     if config.evaluate.best is None and metrics:
         mode = "max" if metrics[0].larger_is_better else "min"
         best = BestBy(metric=metrics[0].name, mode=mode)
-    update = {"metrics": _metric_names(config, task), "best": best}
+    update = {"metrics": tuple(map(_full_name, _metric_names(config, task), metrics)), "best": best}
     return config.evaluate.model_copy(update=update)
+
+
+def _full_name(name: str, metric: TaskMetric) -> str:
+    """Return a method's metric by its reference, as rows of ledgers have it; others by their name.
+
+    The two spellings are then one trial of a sweep.
+    """
+    cls = type(metric)
+    of_method = ":" not in name and METHOD_METRICS.get(name) is cls
+    return f"{cls.__module__}:{cls.__qualname__}" if of_method else name
 
 
 def _metric_names(config: Config, task: LearningTask) -> tuple[str, ...]:

@@ -9,12 +9,13 @@ from raysim.metrics.table import (
     CLIENT_FIGURES,
     EVERY_ROUND,
     METRICS,
+    METRICS_KEY,
     VALIDATION,
     Metric,
 )
 
 _DECLARED: dict[str, Metric] = {}
-"""Metrics that rules declare, by name."""
+"""Metrics that rules and the files of methods declare, by name."""
 
 
 def declare(name: str, unit: str, meaning: str, rule: str, users_own: bool) -> None:
@@ -39,12 +40,29 @@ def declare(name: str, unit: str, meaning: str, rule: str, users_own: bool) -> N
     _DECLARED[name] = Metric(name, unit, meaning, logged, users_own=users_own, rules=rules)
 
 
+def declare_evaluation(name: str, unit: str, meaning: str, larger_is_better: bool) -> None:
+    """Declare a metric of evaluations that a shipped method brings.
+
+    Args:
+        name: name of the metric, which `evaluate.metrics` can have.
+        unit: its unit; "" for none.
+        meaning: what it measures.
+        larger_is_better: whether larger values are better.
+    """
+    _DECLARED[name] = Metric(name, unit, meaning, METRICS_KEY, larger_is_better=larger_is_better)
+
+
 def all_metrics() -> list[Metric]:
     """Return all metrics of a run; of several that match a name the first one counts."""
     metrics = [metric for metric in METRICS if not metric.users_own]
     for declared in _DECLARED.values():
-        part = declared.name.partition("/")[0]
-        places = [i for i, metric in enumerate(metrics) if metric.name.partition("/")[0] == part]
+        part, slash, _ = declared.name.partition("/")
+        places = []
+        for i, metric in enumerate(metrics):
+            # A bare name stands among those of the evaluations.
+            same = metric.name.startswith(f"{part}/") if slash else metric.logged == METRICS_KEY
+            if same or metric.name == part:
+                places.append(i)
         metrics.insert(places[-1] + 1 if places else len(metrics), declared)
     return metrics + [metric for metric in METRICS if metric.users_own]
 
@@ -68,7 +86,9 @@ def name_taken(name: str) -> str | None:
         name: name of the user's metric, which is also logged as "clients/NAME".
     """
     entry = find_metric(name)
-    if entry is not None and not entry.users_own:
+    # A copy of a method's file has a metric with the name of the shipped one.
+    is_of_method = name in _DECLARED and not _DECLARED[name].rules
+    if entry is not None and not entry.users_own and not is_of_method:
         return name
     return next((metric.name for metric in METRICS if metric.name == f"clients/{name}"), None)
 

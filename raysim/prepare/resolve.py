@@ -53,6 +53,7 @@ def prepare(
     raw = read_run_config(source, overrides)
     plan = resolve_plan(raw)
     rule_checks.note_uniform_weights(raw, plan)
+    rule_checks.note_attackers(raw, plan)
     return plan
 
 
@@ -81,19 +82,33 @@ def read_run_config(
             f"{sweep_keys[0]}: belongs to a sweep, but this is a single run; leave it out, or use "
             "raysim sweep"
         )
-    if raw.pop("sweep", None) is not None:
+    if (section := raw.pop("sweep", None)) is not None:
         file = "this configuration" if isinstance(source, Mapping) else str(source)
         given = [] if isinstance(overrides, Mapping) else overrides
         command = " ".join([f"raysim sweep {file}", *map(shlex.quote, given)])
         raise ConfigError(
             f"sweep: {file} describes several runs, itself or by what it extends; `{command}` "
-            "trains them, and `--where seed=1` only those with a value"
+            f"trains them; with --dry-run it lists them, with {_where(section)} only those with a "
+            "value"
         )
     if "match" in raw:
         raise ConfigError(
             f"match: {source} compares two methods; start it with: raysim privacy-match {source}"
         )
     return raw
+
+
+def _where(section: Any) -> str:
+    """Return the option that chooses trials of a section `sweep` by the first value of a key."""
+    for grid in section if isinstance(section, list) else [section]:
+        for key, values in grid.items() if isinstance(grid, Mapping) else ():
+            if isinstance(values, str) and ".." in values:  # such as 0..4
+                values = values.split("..")
+            first = named(values[0]) if isinstance(values, list) and values else None
+            value = first.get("name") if isinstance(first, Mapping) else first
+            if isinstance(value, str | int | float):
+                return f"--where {shlex.quote(f'{key}={value}')}"
+    return "--where KEY=VALUE"
 
 
 @reading_once()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from raysim.config.schema import Config
@@ -215,14 +216,63 @@ def note_uniform_weights(raw: Mapping[str, Any], plan: Plan) -> None:
     sizes = plan.clients.sizes[plan.clients.sizes > 0]
     if sizes.max() <= ALIKE * sizes.min():
         return
-    key = "server" if raw.get("server") is not None else "algorithm"
     startup_stages.notes.info(
         "clients have %d to %d examples and count equally in means; McMahan 2017, Flower and "
         "PFLlib weigh them by their examples: %s.weights=samples",
         sizes.min(),
         sizes.max(),
-        key,
+        _section_of_server(raw),
     )
+
+
+def _section_of_server(raw: Mapping[str, Any]) -> str:
+    """Return the section of a configuration that has the server rule's hyper-parameters."""
+    return "server" if raw.get("server") is not None else "algorithm"
+
+
+def note_attackers(raw: Mapping[str, Any], plan: Plan) -> None:
+    """Log that the server rule is set for fewer attackers than the groups put into a round.
+
+    Args:
+        raw: the configuration of the run, before its defaults were written out.
+        plan: the plan of the run.
+    """
+    server, cohort = plan.server, plan.problem.cohort
+    key = f"{_section_of_server(raw)}.{server.attackers_key}"
+    value = getattr(server, server.attackers_key, None)
+    if plan.members is None or not isinstance(value, int | float):
+        return
+    attacking = [k for k, group in enumerate(plan.groups, 1) if group.rule.attacks]
+    share = float(np.isin(plan.members[plan.clients.sizes > 0], attacking).mean())
+    is_number = isinstance(value, int)
+    n_attackers = round(share * cohort)
+    if round(value if is_number else value * cohort) >= n_attackers:
+        return
+    needed = n_attackers if is_number else round(share, 2)
+    names = " and ".join(plan.groups[k - 1].name for k in attacking)
+    startup_stages.notes.info(
+        "%s expects %s=%s, but of the %d clients of a round about %d are attackers "
+        "(groups: %s); %s",
+        server.name,
+        key,
+        value,
+        cohort,
+        n_attackers,
+        names,
+        _fix_for_attackers(key, server, needed, plan.problem),
+    )
+
+
+def _fix_for_attackers(key: str, server: ServerRule, needed: float, problem: Problem) -> str:
+    """Return the advice to set a server rule for more attackers, or why it cannot be."""
+    section = key.partition(".")[0]
+    values = {f.name: getattr(server, f.name) for f in fields(server)}
+    try:
+        rule = registry.build_part(section, type(server), {**values, server.attackers_key: needed})
+        rule.check(problem)
+    except (ConfigError, ValueError) as error:
+        return f"{key}={needed:g} is refused ({error})"
+    return f"set {key}={needed:g}"
 
 
 def _may_weigh_by_samples(raw: Mapping[str, Any], plan: Plan) -> bool:

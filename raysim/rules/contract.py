@@ -61,6 +61,8 @@ class ClientRule(Rule):
     """Uploads that the server could compute from the others."""
     supports_dp: ClassVar[bool] = True
     """Whether steps see the client's examples only through the gradient in mode "train"."""
+    attacks: ClassVar[bool] = False
+    """Whether the clients of the rule are attackers; see `ServerRule.attackers_key`."""
 
     def __init_subclass__(cls) -> None:
         register(cls, CLIENT_RULES, "Client")

@@ -41,6 +41,9 @@ class ServerRule(Rule):
     too, so it reaches clients, evaluation and checkpoints, and counts as traffic."""
     counts_equally: ClassVar[bool] = False
     """True if all clients count equally in `update`; other `weights` are refused."""
+    attackers_key: ClassVar[str] = ""
+    """Hyper-parameter with the attackers in a round that the rule is set for: an integer is their
+    number, another number their share; "" for none. It is compared with the run's `groups`."""
     weights_after_training: ClassVar[bool] = False
     """Whether the weights depend on the uploads; `update` then calls `reports.set_weights`."""
     selects_with_replacement: ClassVar[bool] = False

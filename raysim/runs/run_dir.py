@@ -45,13 +45,32 @@ def find_run_dir(run: str | Path, tracking_uri: str | None = None) -> Path:
     folder = Path(run)
     if not folder.exists() and re.fullmatch("[0-9a-f]{32}", str(run)):
         folder = Path(folder_of_tracked_run(str(run), tracking_uri))
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(
-            f"{folder} holds no run (no config.yaml); give the folder that `raysim run` printed"
-        )
+    check_has_run(folder)
     if other := lock.running(folder):
         raise ConfigError(f"{folder}: {other} is at work on this run; wait for it or end it")
     return folder
+
+
+def check_has_run(folder: Path) -> None:
+    """Check that a folder is that of a run.
+
+    Args:
+        folder: the folder.
+
+    Raises:
+        ConfigError: it is not; the message names the fix, also for the folder of a sweep.
+    """
+    if (folder / "config.yaml").is_file():
+        return
+    # A sweep has EXPERIMENT/sweeps/DIGEST for itself, and EXPERIMENT/trials for its runs.
+    if folder.parent.name == "sweeps" or folder.name == "trials" or (folder / "trials").is_dir():
+        raise ConfigError(
+            f"{folder} belongs to a sweep and holds no run: the same `raysim sweep` again runs "
+            "what is missing; the folder of each run is in the folder trials"
+        )
+    raise ConfigError(
+        f"{folder} holds no run (no config.yaml); give the folder that `raysim run` printed"
+    )
 
 
 def is_closed(folder: Path) -> bool:

@@ -23,7 +23,7 @@ from raysim.engine import early_stop
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import comparing_once
-from raysim.prepare import resolve
+from raysim.prepare import resolve, rule_checks
 from raysim.reports import grouping
 from raysim.reports.claims.claim_section import Claim, check_sides, read_claims
 from raysim.rules.methods import registry
@@ -123,10 +123,13 @@ def _resolved_trials(
 
 def _resolved_point(spec: SweepSpec, point: Mapping[str, Any], axes: Collection[str]) -> Plan:
     """Return the plan of a point; errors name the values of the point."""
+    raw = spec.raw(point)
     try:
-        return resolve.resolve_plan(spec.raw(point), load_once)
+        plan = resolve.resolve_plan(raw, load_once)
     except ConfigError as error:
         raise trial_error(point, f"{error}{_advice(str(error), axes)}") from None
+    rule_checks.note_attackers(raw, plan)
+    return plan
 
 
 def _points_with_values(spec: SweepSpec, where: Sequence[str]) -> list[dict[str, Any]]:

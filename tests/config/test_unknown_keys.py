@@ -19,6 +19,12 @@ from raysim.prepare.resolve import prepare
         ("clip=1", "clip: unknown key; did you mean local.max_grad_norm?"),
         ("round=3", "did you mean 'rounds'?"),
         ("learning_rate=0.1", "learning_rate: unknown key; did you mean local.lr?"),
+        ("attack=alie", "attack: unknown key; did you mean groups?"),
+        ("defence=krum", "defence: unknown key; did you mean algorithm?"),
+        (
+            "evaluate.best={metric: accuracy}",
+            "missing; give it in the file or as evaluate.best.mode=max or evaluate.best.mode=min",
+        ),
         ("num_clients=10", "num_clients: unknown key; did you mean partition.clients?"),
         ("groups.slow.shar=0.1", "groups.slow.shar: unknown key; did you mean 'share'?"),
         ("groups.slow.local.step=1", "groups.slow.local.step: unknown key; did you mean 'steps'?"),

@@ -190,6 +190,17 @@ def test_a_deep_folder_for_temporary_files_is_named(monkeypatch: pytest.MonkeyPa
         nodes.connect(None, 1, print)
 
 
+def test_a_start_that_takes_too_long_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: Any) -> None:
+        raise Exception("The current node timed out during startup. This could happen because")
+
+    monkeypatch.setattr(nodes.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(nodes.ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(RaysimError, match=r"timed out .*`raysim doctor` .*executor=inline$"):
+        nodes.connect(None, 1, print)
+
+
 def test_a_temporary_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(nodes.ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -193,8 +193,9 @@ def test_a_rule_may_choose_by_validation(setup):
     [
         ({"stop": {"metric": "clients/val_loss", "patience": 1}, "partition.val": None}, r"^stop\.metric: clients/val_loss needs validation examples of each client; set partition\.val"),
         ({"evaluate.best": {"metric": "clients/val_accuracy", "mode": "max"}, "partition.val": None}, r"^evaluate\.best\.metric: clients/val_accuracy needs validation ex"),
-        ({"stop": {"metric": "clients/loss", "patience": 1}, "partition.test": None}, r"^stop\.metric: clients/loss needs test examples of each client; set partition\.test, or name clients/val_loss"),
-        ({"stop": {"metric": "clients/val_loss", "patience": 1}, "evaluate.clients": None}, r"^stop\.metric: clients/val_loss needs evaluations of clients"),
+        ({"stop": {"metric": "clients/loss", "patience": 1}, "partition.test": None}, r"^stop\.metric: clients/loss needs test examples of each client; set partition\.test\.fraction=0\.2, or name clients/val_loss"),
+        ({"stop": {"metric": "clients/val_loss", "patience": 1}, "evaluate.clients": None}, r"^stop\.metric: clients/val_loss needs evaluations of clients; set evaluate\.clients\.every=10$"),
+        ({"stop": {"metric": "clients/val_loss", "patience": 1}, "evaluate.clients": None, "partition.val": None}, r"every=10 and partition\.val\.fraction=0\.1$"),
         ({"evaluate.every": 1, "evaluate.best": {"metric": "acuracy", "mode": "max"}}, r"^evaluate\.best\.metric: no run has a metric 'acuracy'; did you mean 'accuracy'"),
         ({"partition.val": {"fraction": 1.0}}, r"^partition\.val\.fraction"),
         ({"partition.val": 0.1}, r"^partition\.val: "),

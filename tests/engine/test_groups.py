@@ -53,8 +53,13 @@ def config(ragged, source):
     return make
 
 
+def only_named(groups: dict) -> dict:
+    """The groups, with the others' client rule where they give none."""
+    return {name: {"client": None, **group} for name, group in groups.items()}
+
+
 def members(groups: dict, n: int = 10, seed: int = 0) -> list[int]:
-    config = explain.validate({**BASE, "seed": seed, "groups": groups})
+    config = explain.validate({**BASE, "seed": seed, "groups": only_named(groups)})
     found = group_members(config, n)
     assert found is not None
     return found.tolist()
@@ -128,7 +133,7 @@ def averaged(run, flipped=(), full=(), middle=np.mean) -> list[np.ndarray]:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rule_knows_its_group_and_keeps_a_state_of_its_own(mode, config, source, engine):
     rule = f"{source('own', OWN)}:Counting"
-    groups = {"half": {"ids": [0, 1, 2], "client": rule}, "named": {"ids": [5]}}
+    groups = {"half": {"ids": [0, 1, 2], "client": rule}, "named": {"ids": [5], "client": None}}
     grouped, _ = engine(config(mode, client="scaffold", server="scaffold", groups=groups))
     took_part = [sum(i in c for c in feed(grouped).cohorts) for i in range(10)]
     for i in range(10):
@@ -212,12 +217,14 @@ def test_groups_and_the_files_that_they_name_are_part_of_the_identity(attacked, 
     for text in ("1 2", "1 3"):
         file.write_text(text)
         fingerprints.add(
-            prepare({**attacked, "groups": {"a": {"file": str(file)}}}).config.fingerprint
+            prepare(
+                {**attacked, "groups": only_named({"a": {"file": str(file)}})}
+            ).config.fingerprint
         )
     moved = tmp_path / "moved.txt"
     moved.write_text("1 3")
     fingerprints.add(
-        prepare({**attacked, "groups": {"a": {"file": str(moved)}}}).config.fingerprint
+        prepare({**attacked, "groups": only_named({"a": {"file": str(moved)}})}).config.fingerprint
     )
     assert len(fingerprints) == 2
     written = prepare(attacked).config
@@ -292,12 +299,29 @@ def test_mistakes_are_refused_before_the_run(groups, message, config, base, sour
     own = source("own", OWN)
     text = repr(groups).replace("OWN", own).replace("WORDS", own)
     with pytest.raises(ConfigError, match=message):
-        prepare({**base, **config(groups=eval(text))})
+        prepare({**base, **config(groups=only_named(eval(text)))})
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"attacker": {"share": 0.2}}, r"groups\.attacker: its clients .* did you mean groups\.attackers\?"),
+        ({"attacker": {"share": 0.2, "local": {}}}, r"groups\.attacker: its clients .* give 'client' or"),
+        ({"attacker": {"client": "fedprox"}}, r"groups\.attacker: give one of .* mean groups\.attackers\?"),
+        ({"slow": {"share": 0.2}}, r"groups\.slow: its clients .*name\)$"),
+    ],
+)  # fmt: skip
+def test_a_group_that_changes_nothing_is_refused(group, message, config, base):
+    """It is a misspelled name, or lacks what it was made for."""
+    groups = {"attackers": {"share": 0.2, "client": "fedprox"}, **group}
+    with pytest.raises(ConfigError, match=message):
+        prepare({**base, **config(groups=groups)})
+    prepare({**base, **config(groups=only_named({"named": {"share": 0.2}}))})
 
 
 def test_the_theorem_does_not_apply(config, base):
     from raysim.diagnostics.convergence import why_not
 
     assert "(groups)" not in str(why_not(prepare({**base, **config()})))
-    groups = {"a": {"share": 0.5}}
+    groups = {"a": {"share": 0.5, "client": None}}
     assert "(groups)" in str(why_not(prepare({**base, **config(server="fedavgm", groups=groups)})))

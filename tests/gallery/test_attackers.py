@@ -12,6 +12,8 @@ from support.oracle_cases import MODES, distance
 from support.server_rules import rule
 from support.softmax_regression import LR, SEED, STEPS, X, Y, examples_of, gradient, local_models
 
+from raysim.metrics import all_metrics, find_metric, lower_is_better
+from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
 
 ATTACKERS, HONEST = [1, 4], [0, 2, 3, 5]
@@ -99,6 +101,25 @@ def test_images_of_the_target_do_not_count_as_success():
     predicted, y = torch.tensor([0, 0, 1, 0]), torch.tensor([0, 2, 3, 4])
     rows = metric.rows(torch.nn.functional.one_hot(predicted, 5), y)
     assert metric.value(rows.numpy()) == pytest.approx(2 / 3)
+
+
+REFERENCE = "raysim.algorithms.attackers.model_replacement:Backdoor"
+
+
+def test_the_success_of_the_backdoor_has_a_name():
+    """It is the metric of the reference: rows of ledgers with either spelling are of one run."""
+    prepared = []
+    for name in ("backdoor", REFERENCE):
+        metrics = {"evaluate.metrics": [name], "algorithm": "fedavg"}
+        prepared.append(prepare("quickstart", metrics).config)
+    named, referred = prepared
+    assert named == referred and named.evaluate.metrics == (REFERENCE,)
+    best = named.evaluate.best
+    assert best is not None and (best.metric, best.mode) == ("backdoor", "min")
+    entry = find_metric("backdoor")
+    assert entry is not None and not entry.users_own and entry.unit == "share"
+    assert lower_is_better("backdoor") and lower_is_better("clients/backdoor_worst10")
+    assert [metric.name for metric in all_metrics()].count("backdoor") == 1
 
 
 @pytest.mark.parametrize(

@@ -641,8 +641,14 @@ def test_resume_refuses_a_tampered_configuration(stopped):
 
 
 def test_resume_where_no_run_is(tmp_path):
-    with pytest.raises(ConfigError, match=r"holds no run"):
+    with pytest.raises(ConfigError, match=r"holds no run \(no config"):
         resume(tmp_path)
+    of_sweep = tmp_path / "defences" / "sweeps" / "0a1b2c"
+    of_sweep.mkdir(parents=True)
+    (tmp_path / "defences" / "trials").mkdir()
+    for folder in (of_sweep, of_sweep.parents[1] / "trials", of_sweep.parents[1]):
+        with pytest.raises(ConfigError, match=r"belongs to a sweep .* same `raysim sweep` again"):
+            resume(folder)
 
 
 def test_a_run_without_a_checkpoint_begins_again(config, tmp_path):

@@ -395,9 +395,18 @@ def test_a_sweep_is_not_a_run(here, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["raysim", "run", "many.yaml", "rounds=2"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert "`raysim sweep many.yaml rounds=2` trains them" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "`raysim sweep many.yaml rounds=2` trains them; with --dry-run it lists them" in err
+    assert "with --where seed=0 only those" in err
     with pytest.raises(ConfigError, match="several runs"):
         raysim.run({**SMALL, "sweep": {"seed": [1]}})
+    for section, where in (
+        ({"algorithm": [{"name": "krum", "attackers": 2}, "median"]}, "algorithm=krum"),
+        ([{"early_stopping": {}, "local.lr": [0.1]}, {"seed": [3]}], "local.lr=0.1"),
+        ({"local.lr": "loguniform(1e-3, 1)"}, "KEY=VALUE"),
+    ):
+        with pytest.raises(ConfigError, match=f"--where {where} only those"):
+            raysim.run({**SMALL, "sweep": section})
 
 
 # -- draws -----------------------------------------------------------------------------------------

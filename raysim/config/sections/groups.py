@@ -71,7 +71,8 @@ class Group(Section):
     file: Annotated[str | None, Identity.NEVER] = None
     """Text file with the numbers of the clients, separated by white space."""
     client: Annotated[Named, BeforeValidator(named)] | None = None
-    """Client rule, and its hyper-parameters; null: that of the other clients."""
+    """Client rule, and its hyper-parameters; null: that of the other clients. Give null if a rule
+    only reads the name of the group."""
     local: GroupLocal = GroupLocal()
     """Local settings that differ from those of the other clients."""
 
@@ -82,5 +83,15 @@ class Group(Section):
             raise ValueError(
                 "give one of 'share', 'ids' and 'file', which say what clients are in the group"
                 + (f"; here are {' and '.join(choices)}" if choices else "")
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _differs(self) -> Group:
+        """Refuse a group that changes nothing, such as a misspelled name makes."""
+        if "client" not in self.model_fields_set and self.local == GroupLocal():
+            raise ValueError(
+                "its clients would train as the others do; give 'client' or 'local' (client: null "
+                "if a rule only reads the group's name)"
             )
         return self

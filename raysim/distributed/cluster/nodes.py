@@ -149,6 +149,12 @@ def _start_here(cpus: float, log: Callable[[str], None]) -> None:
                 ". The folder for temporary files (TMPDIR) is too deep for the paths of Ray's "
                 "sockets; set RAY_TMPDIR=/tmp"
             )
+        if "timed out" in str(error):
+            reason += (
+                f" It had {loopback.START_TIMEOUT_S:g} s: start again when CPUs and memory are "
+                "free (`raysim doctor` shows them). A single run needs no Ray: "
+                "resources.executor=inline"
+            )
         raise RaysimError(f"cannot start Ray on this machine: {reason}") from None
 
 

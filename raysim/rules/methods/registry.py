@@ -155,10 +155,22 @@ def find_rule(section: str, name: str) -> Any:
     if other:
         raise ConfigError(f"{section}.name: '{name}' is {other}")
     known = [*registry, *(p.name for p in entry_points.entry_points(entry_points.ALGORITHMS))]
+    in_file = _in_file_of_name(registry, name)
+    hint = f"; did you mean {' or '.join(in_file)}?" if in_file else did_you_mean(name, known)
     raise ConfigError(
-        f"{section}.name: unknown {PART_NAMES[section]} '{name}'{did_you_mean(name, known)}; "
+        f"{section}.name: unknown {PART_NAMES[section]} '{name}'{hint}; "
         "your own is given as path.py:Class"
     )
+
+
+def _in_file_of_name(registry: Mapping[str, Any], name: str) -> list[str]:
+    """Return the names of a registry whose shipped file is called `name`, such as fedopt."""
+    found = []
+    for known, part in registry.items():
+        module = part.module if isinstance(part, Algorithm) else part.__module__
+        if module.rpartition(".")[2] == name:
+            found.append(known)
+    return found
 
 
 def _of_another_kind(section: str, name: str) -> str:

@@ -11,6 +11,7 @@ divided over evaluations.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -20,7 +21,9 @@ import torch
 from pydantic import ConfigDict
 from torch import Tensor
 
+from raysim.metrics import declare_evaluation
 from raysim.rules.batch import Batch
+from raysim.rules.rule import SHIPPED_PACKAGE
 
 LossReduction = Literal["mean", "sum", "batch"]
 """How the losses of examples become the loss of a batch; see `LearningTask.loss_reduction`."""
@@ -221,8 +224,18 @@ class TaskMetric:
 
     metric_name: ClassVar[str] = ""
     """Name of a metric of your own; by default the class's name in lower case."""
+    unit: ClassVar[str] = ""
+    """Unit of the value in lists of metrics, such as "share"; "" for none."""
     larger_is_better: ClassVar[bool] = True
     """Whether larger values are better."""
+
+    def __init_subclass__(cls) -> None:
+        if cls.__module__.startswith(f"{SHIPPED_PACKAGE}."):
+            name = cls.metric_name or cls.__name__.lower()
+            METHOD_METRICS[name] = cls
+            meaning = (inspect.getdoc(cls) or "").partition("\n\n")[0].rstrip(".")
+            meaning = meaning[:1].lower() + " ".join(meaning[1:].split())
+            declare_evaluation(name, cls.unit, meaning, cls.larger_is_better)
 
     def check(self) -> None:
         """Check that the metric fits the task.
@@ -263,3 +276,7 @@ class TaskMetric:
             rows: the numbers of all examples in their order, [n, ...].
         """
         return float(rows.sum() / rows.size) if rows.size else float("nan")
+
+
+METHOD_METRICS: dict[str, type[TaskMetric]] = {}
+"""Metrics of evaluations in the files of shipped methods, by name."""

@@ -1,0 +1,90 @@
+"""A run with more attackers in a round than its server rule is set for says so before it starts."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from raysim.cli.progress import notes_shown
+from raysim.cli.terminal import Terminal
+from raysim.prepare.resolve import prepare
+from raysim.rules.contract import CLIENT_RULES
+from raysim.rules.methods import registry
+from raysim.rules.rule import family
+from raysim.sweeps.preparation import prepare_sweep
+
+
+@pytest.fixture
+def notes(base, ragged, caplog):
+    """notes(**sections): what is logged for 20 equal clients, all or 10 of them in a round."""
+    caplog.set_level(logging.INFO, "raysim.notes")
+
+    def logged(cohort=10, share=0.2, **sections):
+        caplog.clear()
+        config = {
+            **base,
+            "rounds": 1,
+            "partition": ragged([5] * 20),
+            "schedule": {"cohort": cohort},
+            "model": "logistic",
+            "groups": {"bad": {"share": share, "client": "sign_flip"}},
+        }
+        prepare({**config, "local": {"steps": 1, "batch_size": 4, "lr": 0.1}, **sections})
+        return [record.message for record in caplog.records if record.name == "raysim.notes"]
+
+    return logged
+
+
+@pytest.mark.parametrize(
+    ("sections", "end"),
+    [
+        ({"algorithm": "krum"}, "about 2 are attackers (groups: bad); set algorithm.attackers=2"),
+        ({"client": "fedavg", "server": "dnc"}, "(groups: bad); set server.attackers=2"),
+        ({"algorithm": "krum", "cohort": 20}, "about 4 are attackers (groups: bad); set algorithm.attackers=4"),
+        ({"algorithm": {"name": "trimmed_mean", "beta": 0.05}, "cohort": 20}, "set algorithm.beta=0.2"),
+        (
+            {"algorithm": "bulyan"},
+            "algorithm.attackers=2 is refused (attackers: Bulyan needs schedule.cohort >= 4 attackers + 3)",
+        ),
+        ({"algorithm": "trimmed_mean", "share": 0.6}, "algorithm.beta=0.6 is refused (algorithm.beta: input should be less than 0.5 (given: 0.6))"),
+    ],
+)  # fmt: skip
+def test_it_names_the_number_and_the_key(sections, end, notes):
+    (message,) = notes(**sections)
+    rule = sections.get("algorithm", "dnc")
+    name = rule if isinstance(rule, str) else rule["name"]
+    assert message.startswith(f"{name} expects ") and message.endswith(end)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"algorithm": {"name": "krum", "attackers": 2}},
+        {"algorithm": {"name": "trimmed_mean", "beta": 0.2}},
+        {"algorithm": "median"},
+        {"algorithm": "krum", "groups": {}},
+        {"algorithm": "krum", "groups": {"slow": {"share": 0.5, "client": "fedprox"}}},
+    ],
+)
+def test_else_it_is_silent(sections, notes):
+    assert not notes(**sections)
+
+
+def test_a_sweep_prints_it_once(base, ragged, capsys):
+    config = {key: value for key, value in base.items() if key not in ("run_dir", "tracking")}
+    config |= {
+        "rounds": 1, "partition": ragged([5] * 20), "schedule": {"cohort": 10}, "model": "logistic",
+        "algorithm": "krum", "groups": {"bad": {"share": 0.2, "client": "sign_flip"}},
+        "sweep": {"groups.bad.client": ["sign_flip", "label_flip"], "seed": [0, 1]},
+    }  # fmt: skip
+    with notes_shown(Terminal(width=200)):
+        assert len(prepare_sweep(config).trials) == 4
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("note: krum expects algorithm.attackers=1") == 1
+
+
+def test_all_shipped_attackers_are_declared():
+    registry.discover()
+    for name, rule in CLIENT_RULES.items():
+        assert rule.attacks == (family(rule.__module__) == "attackers"), name
