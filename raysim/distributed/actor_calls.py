@@ -72,7 +72,7 @@ class _Call:
         self.dependents: list[_Link] = []
         """Sockets with calls that need these results."""
         self.needed = [a for a in arguments if isinstance(a, Reply)]
-        """The arguments that are results of other calls."""
+        """The arguments that are results of other calls, until it is sent."""
         places = [i for i, argument in enumerate(arguments) if isinstance(argument, Reply)]
         known = [None if isinstance(argument, Reply) else argument for argument in arguments]
         # Serialized now, while the needed results are computed.
@@ -84,17 +84,22 @@ class _Call:
         return all(reply.call.done for reply in self.needed)
 
     def message(self) -> Parts:
-        """Return the message to the actor, in parts.
+        """Return the message to the actor, in parts, and forget what is only needed for it.
+
+        Otherwise each call would keep the calls before it, back to the first round.
 
         Raises:
             RayError: a call whose result it needs has failed.
         """
-        return _message([self._head, *[reply.data() for reply in self.needed]])
+        needed, self.needed = self.needed, []
+        head, self._head = self._head, []
+        return _message([head, *[reply.data() for reply in needed]])
 
     def end(self, results: list[Parts], error: RayError | None) -> None:
         """Take in the answer; calls that need it can be sent."""
         self.results, self.error, self.done = results, error, True
-        for link in self.dependents:
+        dependents, self.dependents = self.dependents, []
+        for link in dependents:
             link.flush()
 
 

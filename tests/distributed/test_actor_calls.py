@@ -169,3 +169,19 @@ def test_a_process_of_another_user_is_not_let_in(monkeypatch):
             actor_calls._accepted(listener, never, 0.3)
         assert stranger.recv(1) == b""
     ray.cancel(never, force=True)
+
+
+def test_a_call_does_not_keep_the_calls_whose_results_it_needed(actors):
+    """Else a run would keep the messages of all its rounds."""
+    import gc
+    import weakref
+
+    from raysim.distributed.actor_calls import wait
+
+    (reply,) = actors[0].call("double", np.ones(2))
+    first = weakref.ref(reply.call)
+    for i in range(3):
+        (reply,) = actors[i % 2].call("double", reply)
+    assert wait([reply], timeout=60)[0]
+    gc.collect()
+    assert first() is None

@@ -915,7 +915,9 @@ def test_who_takes_too_long_or_is_lost_is_named(local_ray, config, source, monke
         why = r"in round 8, with 2 blocks: it has worked on one call for 2 s \(resources\.call_timeout\)"
         for number in (0, 1):
             assert re.search(rf"ClientActor {number} failed \({why}\)", "\n".join(said)), said
+        server = pid_of(executor, executor.pool.server)
         ray_kill(executor.pool.server)
+        until(lambda: not Path(f"/proc/{server}").exists(), 30, "the server lives on")
         with pytest.raises(RaysimError, match=r"the server's state failed"):
             executor.snapshot().get()
     finally:
