@@ -8,8 +8,8 @@ actors; one long call of Ray, `serve`, answers the socket, and its error tells w
 Results stay serialized in the driver until somebody reads them, so it passes on what one actor
 sends to another without reading it.
 
-CPU time of a round of all processes with two actors, and its wall time, calls through Ray over calls
-over sockets, median of 5 pairs of turns (smallest, largest):
+CPU time of a round of all processes with two actors, and its wall time: calls through Ray over
+calls over sockets, median of 5 pairs of turns (smallest, largest):
 
     one step on one example, P = 199,210       1.92 (1.41, 2.00)    1.64 (1.60, 1.87), saves 3 ms
     FedAvg, MLP 784-200-200-10, 5 steps of 64  1.14 (1.09, 1.19)    1.02 (0.98, 1.25)
