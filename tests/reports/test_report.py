@@ -20,7 +20,7 @@ import raysim
 from raysim import cli
 from raysim.config.sections.storage import Tracking
 from raysim.errors import ConfigError, RaysimError
-from raysim.reports import table_report, value_names
+from raysim.reports import grouping, table_report, value_names
 from raysim.reports.analysis import aggregate, comparisons
 from raysim.reports.analysis.curves import curves
 from raysim.reports.analysis.targets import fraction_of
@@ -144,6 +144,42 @@ def test_what_follows_from_a_name_is_no_column():
         ResultsTable(rows(runs)).markdown().splitlines()[2]
         == "| fedavg | – | 1 | 10.00 | 10.00 | 0 |"
     )
+
+
+def test_what_an_algorithm_sets_by_default_is_no_column():
+    """FedPer keeps the classifier and local training all (their `defaults`). A value that a user
+    chose is a column, also in lockstep with the algorithm."""
+    own = {"fedavg": "[]", "ditto": "[]", "fedper": '["classifier"]', "local_only": '["*"]'}
+
+    def compared(**personal: str) -> list[str]:
+        parts = own | personal
+        runs = [
+            run([0.5], algorithm=name, alpha=alpha, local__personal=part)
+            for name, part in parts.items()
+            for alpha in (0.1, 1)
+        ]
+        assert [name for name, _ in grouping.apart(runs, ["algorithm", "partition.alpha"])] == (
+            [""]
+            if parts == own
+            else [f"local.personal {part}" for part in sorted({*parts.values()})]
+        )
+        return list(rows(runs)[0].parameters)
+
+    assert compared() == ["algorithm.name", "partition.alpha"]
+    chosen = ["algorithm.name", "partition.alpha", "local.personal"]
+    assert compared(ditto='["norm"]') == compared(fedper='["norm"]') == chosen
+    steps = [
+        run([0.5], algorithm=name, local__steps=n) for name, n in (("moon", 5), ("fedprox", 9))
+    ]
+    assert list(rows(steps)[0].parameters) == ["algorithm.name", "local.steps"]
+    fraction: dict[str, Any] = {"partition__val__fraction": 0.2, "partition__val__matched": "false"}
+    plain = run([0.5], algorithm="fedavg", partition__val="null")
+    assert list(rows([plain, run([0.5], algorithm="fedfomo", **fraction)])[0].parameters) == [
+        "algorithm.name"
+    ]
+    parts = {"fedavg": "[]", "my.py:Mine": '["*"]'}  # whose file is not read
+    mine = [run([0.5], algorithm=name, local__personal=part) for name, part in parts.items()]
+    assert list(rows(mine)[0].parameters) == ["algorithm.name", "local.personal"]
 
 
 def test_what_follows_from_a_schedule_is_no_column():
