@@ -197,17 +197,22 @@ def report_sweep(
     ledger: LedgerOption = None,
     where: Where = None,
     metric: MetricOption = None,
+    statistic: Annotated[
+        str | None,
+        typer.Option(
+            help="result of a run: best (the default), last, or last10 (mean of the last 10 "
+            "evaluations)"
+        ),
+    ] = None,
     log_x: Annotated[bool, typer.Option("--log-x", help="logarithmic x-axis")] = False,
     target: Annotated[
         float | None,
-        typer.Option(
-            help="plot the first round that reached this value, instead of the best value"
-        ),
+        typer.Option(help="plot the first round that reached this value, instead of a result"),
     ] = None,
     out: Picture = None,
     log: Log = False,
 ) -> None:
-    """Plot the best value, mean over seeds, over one parameter (lines) or two (heatmaps).
+    """Plot results, mean over seeds, over one parameter (lines) or two (heatmaps).
 
     Other differing parameters make further lines or panels.
     """

@@ -93,7 +93,7 @@ def table_report(
             "as a number"
         )
     printed = published.read_published(paper) if paper else []
-    say = _once(say)
+    say = once(say)
     runs, *runs_of_others = _runs_by_metric(source, say, metrics, select_by, cost_unit)
     if paper:
         _check_published(runs[0].metric, statistics)
@@ -298,8 +298,12 @@ def _with_metric(
     return more
 
 
-def _once(say: Say) -> Say:
-    """Return `say` without lines that were said before: each metric reads the same runs."""
+def once(say: Say) -> Say:
+    """Return `say` without lines that were said before, as by the reading of another metric.
+
+    Args:
+        say: Function that is called with a line.
+    """
     said: set[str] = set()
 
     def say_once(line: str) -> None:

@@ -256,6 +256,18 @@ def value_key(value: MeanStd | None, lower: bool) -> float:
     return mean if lower else -mean
 
 
+def differs(value: MeanStd | None, other: MeanStd | None) -> bool:
+    """Return whether two means lie more than a standard deviation of the first one apart.
+
+    Args:
+        value: Value. Of one run there is no deviation, and any other mean differs.
+        other: Another statistic of the same runs.
+    """
+    if value is None or other is None:
+        return False
+    return abs(value.mean - other.mean) > (value.std or 0.0)
+
+
 def short(key: str) -> str:
     """Return the short form of a key: "algorithm" for "algorithm.name".
 

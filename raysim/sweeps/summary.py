@@ -175,8 +175,8 @@ def _plot(sweep: Sweep, metric: str, runs: list[TrackedRun], rows: list[TableRow
         plots.plot_scatter(_drawn(sweep, metric, runs), f"best {metric}", folder / "draws.png")
     elif len(keys) == 2:
         x, y = keys
-        cells = grid(runs, x, y, metric)
-        plots.plot_heatmap([("", *cells)], short(x), short(y), metric, folder / "heatmap.png")
+        panel = ("", *grid(runs, x, y, metric))
+        plots.plot_heatmap([panel], short(x), short(y), rows[0].figure, folder / "heatmap.png")
 
 
 def _trials_as_runs(outcome: SweepResult) -> tuple[str, list[TrackedRun]]:

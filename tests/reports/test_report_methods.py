@@ -24,7 +24,7 @@ from raysim.reports.analysis.curves import along, curves, grid
 from raysim.reports.analysis.targets import share_of
 from raysim.reports.grouping import apart
 from raysim.reports.table_columns import CrossTable, ResultsTable
-from raysim.reports.table_row import Rank
+from raysim.reports.table_row import Figure, Rank
 from raysim.reports.tracked import FinishedRun, TrackedRun, with_histories
 from raysim.rules import contract
 from raysim.rules.methods import registry
@@ -462,8 +462,60 @@ def test_parts_over_two_parameters_differ_in_nothing_else(tmp_path: Path):
     ]
     assert not said and grids[1][1:3] == (["0", "0.5"], ["0", "0.1", "0.9"])
     assert grids[1][3]["0.5", "0.9"] == pytest.approx(0.6)
-    plots.plot_heatmap(grids, "beta1", "beta2", "accuracy", tmp_path / "h.png")
+    plots.plot_heatmap(grids, "beta1", "beta2", Figure("accuracy"), tmp_path / "h.png")
     assert (tmp_path / "h.png").stat().st_size > 4000
+
+
+def test_panels_of_a_heatmap_share_a_scale_that_ends_at_100_percent(tmp_path: Path, monkeypatch):
+    drawn = []
+    real = plots._panels
+    monkeypatch.setattr(plots, "_panels", lambda *a, **k: drawn.append(real(*a, **k)) or drawn[-1])
+
+    def colours(*values: float, shown: Figure) -> list[tuple[float, float]]:
+        panels = [(f"{v}", ["a"], ["first", "second"], {("a", "first"): v}) for v in values]
+        y = "groups.attackers.client.boost,groups.attackers.client.epsilon"
+        plots.plot_heatmap(panels, "algorithm", y, shown, tmp_path / "h.png")
+        figure, places = drawn[-1]
+        labels = [axes.yaxis.label for axes in figure.axes]
+        for label in labels:
+            box = label.get_window_extent()
+            assert box.y0 >= 0 and box.y1 <= figure.bbox.height, f"{label.get_text()} is cut off"
+        assert labels[-1].get_text().replace("\n", "") == shown.header({}, False)
+        assert len(figure.axes) == len(places) + 1, "one colour bar"
+        for axes in places:
+            assert axes.yaxis_inverted(), "the first row of the table is at the top"
+        return [axes.images[0].get_clim() for axes in places]
+
+    shown = Figure("clients/accuracy_weighted", "last")
+    assert colours(0.25, 1.0, shown=shown) == [(25, 100), (25, 100)]
+    assert colours(1.0, shown=shown) == [(99, 100)] and colours(0.0, shown=shown) == [(0, 1)]
+    assert colours(3.0, shown=Figure("loss")) == [(2, 4)]
+
+
+def test_a_sweep_shows_the_statistic_that_is_asked_for_and_says_where_best_hides_the_end():
+    """Both methods collapse after their best round, one to less than a deviation away."""
+    runs = [
+        run(values, algorithm=name, server__memory=0, seed=seed)
+        for name, seed, values in [
+            *(("a", 0, [0.1, 0.9, 0.2]), ("a", 1, [0.1, 0.8, 0.1])),
+            *(("b", 0, [0.1, 0.9, 0.8]), ("b", 1, [0.1, 0.5, 0.4])),
+        ]
+    ]
+    cells = {}
+    for statistic in ("best", "last", "last10"):
+        said: list[str] = []
+        options = {"say": said.append, "statistic": statistic}
+        *_, cells[statistic] = grid(runs, "algorithm", "server.memory", **options)
+        lines = along(runs, "server.memory", **options)
+        for line in lines:
+            assert line.figures[0].mean == pytest.approx(cells[statistic][line.label, "0"])
+        assert len(said) == (2 if statistic == "best" else 0)
+        assert all(line.startswith("best accuracy is that of the best round") for line in said)
+        grid(runs[2:], "algorithm", "server.memory", **options)
+        assert len(said) == (2 if statistic == "best" else 0), "b ends within a deviation"
+    assert cells["best"]["a", "0"] == pytest.approx(0.85)
+    assert cells["last"]["a", "0"] == pytest.approx(0.15)
+    assert cells["last10"]["b", "0"] == pytest.approx(0.65)
 
 
 def test_runs_without_a_parameter_of_an_axis_are_named():

@@ -10,8 +10,8 @@ from raysim.errors import ConfigError
 from raysim.reports.analysis.aggregate import rows
 from raysim.reports.analysis.targets import refuse_unreachable
 from raysim.reports.grouping import apart, by_size, group_keys, grouped, label, resolved
-from raysim.reports.table_row import MeanStd
-from raysim.reports.tracked import TrackedRun
+from raysim.reports.table_row import MeanStd, TableRow, differs
+from raysim.reports.tracked import Statistic, TrackedRun
 from raysim.reports.value_names import readable
 
 
@@ -79,16 +79,18 @@ def along(
     metric: str = "accuracy",
     say: Callable[[str], None] = lambda line: None,
     target: float | None = None,
+    statistic: Statistic = "best",
 ) -> list[Curve]:
-    """Return the best value over a numeric parameter, a curve for each combination of the others.
+    """Return results over a numeric parameter, a curve for each combination of the others.
 
     Args:
         runs: Runs of any experiments.
         x: Parameter on the x-axis.
         metric: Metric of the histories.
         say: Called with one line if points hold runs that differ in more than their seed.
-        target: Use the cost of reaching this value instead of the best value; points that do not
-            reach it are omitted.
+        target: Use the cost of reaching this value instead of a result; points that do not reach
+            it are omitted.
+        statistic: Result of a run.
 
     Raises:
         ConfigError: No run has the parameter, its values are not numbers, or no run can reach
@@ -99,7 +101,9 @@ def along(
     result = []
     for text, members in apart(runs, [x], say):
         (key,) = resolved(members, [x], "x (--x)")
-        table = rows(members, metric, target=target, group=[x], say=say)
+        shown = _with_last(statistic)
+        table = rows(members, metric, statistics=shown, target=target, group=[x], say=say)
+        _say_where_last_differs(table, say)
         values: list[str] = []
         figures: list[MeanStd] = []
         for row in table:
@@ -123,8 +127,9 @@ def grid(
     y: str,
     metric: str = "accuracy",
     say: Callable[[str], None] = lambda line: None,
+    statistic: Statistic = "best",
 ) -> tuple[list[str], list[str], dict[tuple[str, str], float]]:
-    """Return the mean best value for each pair of values of two parameters.
+    """Return the mean result for each pair of values of two parameters.
 
     Args:
         runs: Runs of any experiments.
@@ -132,16 +137,20 @@ def grid(
         y: Second parameter, or several.
         metric: Metric of the histories.
         say: Called with one line if cells hold runs that differ in more than their seed.
+        statistic: Result of a run.
 
     Returns:
-        The sorted values of x, those of y, and the mean best value by (value of x, value of y). The
+        The sorted values of x, those of y, and the mean result by (value of x, value of y). The
         value of several parameters is their values, with commas.
 
     Raises:
         ConfigError: No run has a parameter, or no run has both.
     """
     keys = [resolved(runs, axis.split(","), "x and y (--x and --y)") for axis in (x, y)]
-    table = rows(runs, metric, group=[*keys[0], *keys[1]], say=say)
+    table = rows(
+        runs, metric, statistics=_with_last(statistic), group=[*keys[0], *keys[1]], say=say
+    )
+    _say_where_last_differs(table, say)
     cells: dict[tuple[str, str], float] = {}
     orders: list[dict[str, tuple]] = [{}, {}]
     for row in table:
@@ -157,3 +166,20 @@ def grid(
         raise ConfigError(f"x and y (--x and --y): no run has both {x} and {y}")
     columns, lines = (sorted(order, key=order.__getitem__) for order in orders)
     return columns, lines, cells
+
+
+def _with_last(statistic: Statistic) -> list[Statistic]:
+    """Return a statistic, and beside the best value the last one."""
+    return ["best", "last"] if statistic == "best" else [statistic]
+
+
+def _say_where_last_differs(table: Sequence[TableRow], say: Callable[[str], None]) -> None:
+    """Say that best values hide how the runs end, if they do."""
+    for row in table:
+        if any(differs(row.result, other) for other in row.values.values()):
+            say(
+                f"best {row.figure.metric} is that of the best round; in places the last value "
+                "lies more than a standard deviation away (of one seed: is another one), which "
+                "statistic last (--statistic last) shows"
+            )
+            return
