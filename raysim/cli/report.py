@@ -132,7 +132,8 @@ def report_table(
         str | None,
         typer.Option(
             help="KEY,KEY: a column for each value of these parameters; a cell is the first "
-            "statistic, with the paper's figure in brackets, ✓ within two of its deviations, ✗ not"
+            "statistic, with the paper's figure in brackets, ✓ within two of its deviations, ✗ "
+            "not, and the other statistics where they lie more than a deviation away"
         ),
     ] = None,
     label: Annotated[

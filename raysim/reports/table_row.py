@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from raysim.config.schema import SECTIONS_WITH_NAME
 from raysim.metrics import is_share
@@ -136,9 +136,6 @@ class Rank:
 
     scenarios: int
     """Number of scenarios of the method."""
-
-    scenario: tuple = field(default=(), compare=False)
-    """Parameters of the scenario."""
 
 
 @dataclass(frozen=True)

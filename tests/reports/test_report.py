@@ -91,6 +91,17 @@ def test_best_last_and_rounds_to_the_target():
     assert row.to_target is None and row.result.std is None
 
 
+def test_the_untrained_model_is_not_the_best_of_a_run():
+    """FedAvg under attack: no round is as good as the model before training."""
+    attacked = run([0.125, 0.1, 0.103])
+    (row,) = rows([attacked])
+    assert [value.mean for value in row.values.values()] == [0.103, 0.103]
+    chooser = dataclasses.replace(attacked, metric="val/accuracy")
+    chosen = table_report.chosen_rounds([chooser], [[attacked]], lambda line: None)
+    assert chosen == {attacked.run_id: (2, 0.103)}
+    assert rows([run([0.125])])[0].result.mean == 0.125, "nothing was trained"
+
+
 def test_losses_are_the_better_the_smaller():
     runs = [run([3.0, 1.0, 2.0], lr=0.1), run([3.0, 0.5, 2.0], lr=0.2)]
     found = rows(runs, "train_loss", target=1.0)
@@ -347,7 +358,8 @@ def test_markdown_and_csv():
         r"| [[0, 1]\|] | 1 | 12.50 | 12.50 | – | 0 |",
     ]
     assert (
-        ResultsTable(rows(runs[:1], "loss")).markdown().splitlines()[-1] == "| 1 | 0.5 | 0.75 | 1 |"
+        ResultsTable(rows(runs[:1], "loss")).markdown().splitlines()[-1]
+        == "| 1 | 0.75 | 0.75 | 1 |"
     )
     pooled = ResultsTable(rows(runs, group=["rounds"])).markdown().splitlines()
     assert pooled[0].startswith("| rounds | runs | best") and pooled[2].startswith("| 9 | 3 |")
@@ -824,7 +836,7 @@ def test_the_best_rows_are_those_of_the_metric_that_chooses():
 def test_differences_and_ranks_are_of_the_first_statistic():
     runs = [
         run(values, algorithm=name, seed=seed)
-        for name, values in (("a", [0.5, 0.1]), ("b", [0.4, 0.3]))
+        for name, values in (("a", [0.0, 0.5, 0.1]), ("b", [0.0, 0.4, 0.3]))
         for seed in (0, 1)
     ]
     for statistic, gain, place in (("best", -0.1, 2), ("last", 0.2, 1)):
