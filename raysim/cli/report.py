@@ -48,7 +48,10 @@ Where = Annotated[
 Uri = Annotated[str | None, typer.Option(help="tracking store; default sqlite:///mlflow.db")]
 MetricOption = Annotated[
     str | None,
-    typer.Option(help="metric to report; default: the one that selects the runs' best model"),
+    typer.Option(
+        help="metric to report; default: the one that selects the runs' best model, or else the "
+        "first that they have of it at the clients, loss, clients/loss and train_loss"
+    ),
 ]
 GroupOption = Annotated[
     str | None,

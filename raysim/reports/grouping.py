@@ -413,19 +413,25 @@ def _is_default_of_algorithm(key: str, runs: pd.DataFrame) -> bool:
 
     Only shipped algorithms are asked, because no report imports a user's code.
     """
-    if "algorithm.name" not in runs or runs.groupby("algorithm.name")[key].nunique().max() > 1:
+    if "algorithm.name" not in runs:
         return False
-    # The import takes seconds, which most reports save by the line above.
+    names = set(runs["algorithm.name"])
+    if _n_distinct(runs, ["algorithm.name", key]) > len(names):
+        return False
+    # The import takes seconds, which most reports save by the lines above.
     from raysim.rules.methods.registry import algorithm_defaults
 
     # All keys below a setting come with it: those of `partition.val` with its fraction.
     setting = ".".join(key.split(".")[:2])
+    brought: dict[str, dict[str, str]] = {}
+    for name in names:
+        own = {} if ":" in name else flatten_parameters(algorithm_defaults(name))
+        brought[name] = {k: v for k, v in own.items() if f"{k}.".startswith(f"{setting}.")}
     others = set()
-    for name, members in runs.groupby("algorithm.name"):
-        own = {} if ":" in str(name) else flatten_parameters(algorithm_defaults(str(name)))
-        brought = {k: v for k, v in own.items() if k == setting or k.startswith(f"{setting}.")}
-        if not brought or any(set(members.get(k, ())) != {v} for k, v in brought.items()):
-            others |= set(members[key])
+    for params in runs.to_dict("records"):
+        own = brought[params["algorithm.name"]]
+        if not own or any(params.get(k) != v for k, v in own.items()):
+            others.add(params[key])
     return len(others) <= 1
 
 

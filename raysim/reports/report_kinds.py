@@ -15,7 +15,7 @@ import pandas as pd
 
 from raysim.errors import ConfigError
 from raysim.reports.analysis import plots, sensitivity, speedup
-from raysim.reports.analysis.aggregate import direction, figures_of
+from raysim.reports.analysis.aggregate import direction, figures_of, rows
 from raysim.reports.analysis.curves import Curve, along, curves, grid
 from raysim.reports.claims import claim_section, verdicts
 from raysim.reports.grouping import apart, having, label
@@ -26,9 +26,9 @@ from raysim.reports.table_report import (
     Say,
     cost_unit_of,
     known_statistic,
-    once,
     split_keys,
 )
+from raysim.reports.table_row import differs
 from raysim.reports.tracked import CostUnit, Statistic, TrackedRun
 
 
@@ -142,11 +142,25 @@ def sweep_report(
             "statistic or target (--target)"
         )
     known = known_statistic(statistic or "best")
-    say = once(say)
     runs = source.finished(metric, say)
+    if known == "best" and target is None:
+        _say_where_last_differs(runs, say)
     if y is not None:
         return _heatmap(runs, x, y, known, say)
     return _lines(runs, x, known, target, log_x, say)
+
+
+def _say_where_last_differs(runs: Sequence[TrackedRun], say: Say) -> None:
+    """Say that best values hide how runs end, if they do."""
+    metric = runs[0].metric
+    table = rows(runs, metric)
+    hidden = [row for row in table if any(differs(row.result, v) for v in row.values.values())]
+    if hidden:
+        say(
+            f"best {metric} is that of the best round; in {len(hidden)} of {len(table)} settings "
+            "the last value lies more than a standard deviation away (of one seed: is another "
+            "one); statistic last (--statistic last) shows it"
+        )
 
 
 def _lines(

@@ -95,7 +95,7 @@ def table_report(
             "as a number"
         )
     printed = published.read_published(paper) if paper else []
-    say = once(say)
+    say = _once(say)
     runs, *runs_of_others = _runs_by_metric(source, say, metrics, select_by, cost_unit)
     if paper:
         _check_published(runs[0].metric, statistics)
@@ -301,12 +301,8 @@ def _with_metric(
     return more
 
 
-def once(say: Say) -> Say:
-    """Return `say` without lines that were said before, as by the reading of another metric.
-
-    Args:
-        say: Function that is called with a line.
-    """
+def _once(say: Say) -> Say:
+    """Return `say` without lines that were said before: each metric reads the same runs."""
     said: set[str] = set()
 
     def say_once(line: str) -> None:

@@ -10,6 +10,8 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ from raysim.config.loading import read_config, shipped
 from raysim.errors import ConfigError
 from raysim.metrics.table import Metric
 from raysim.prepare.resolve import keys
-from raysim.reports import grouping, published
+from raysim.reports import grouping, published, report_kinds
 from raysim.reports.analysis import aggregate, plots, sensitivity
 from raysim.reports.analysis.aggregate import rows
 from raysim.reports.analysis.curves import along, curves, grid
@@ -566,28 +568,30 @@ def test_panels_of_a_heatmap_share_a_scale_that_ends_at_100_percent(tmp_path: Pa
 
 def test_a_sweep_shows_the_statistic_that_is_asked_for_and_says_where_best_hides_the_end():
     """Both methods collapse after their best round, one to less than a deviation away."""
-    runs = [
-        run(values, algorithm=name, server__memory=0, seed=seed)
-        for name, seed, values in [
-            *(("a", 0, [0.1, 0.9, 0.2]), ("a", 1, [0.1, 0.8, 0.1])),
-            *(("b", 0, [0.1, 0.9, 0.8]), ("b", 1, [0.1, 0.5, 0.4])),
-        ]
-    ]
-    cells = {}
-    for statistic in ("best", "last", "last10"):
+    values = {
+        ("a", 0): [0.1, 0.9, 0.2],
+        ("a", 1): [0.1, 0.8, 0.1],
+        ("b", 0): [0.1, 0.9, 0.8],
+        ("b", 1): [0.1, 0.5, 0.4],
+    }
+    runs = [run(v, algorithm=n, seed=s, server__memory=0) for (n, s), v in values.items()]
+
+    def swept_over(runs: list[TrackedRun], **options: Any) -> tuple[list[float], list[str]]:
         said: list[str] = []
-        options = {"say": said.append, "statistic": statistic}
-        *_, cells[statistic] = grid(runs, "algorithm", "server.memory", **options)
-        lines = along(runs, "server.memory", **options)
-        for line in lines:
-            assert line.figures[0].mean == pytest.approx(cells[statistic][line.label, "0"])
-        assert len(said) == (2 if statistic == "best" else 0)
-        assert all(line.startswith("best accuracy is that of the best round") for line in said)
-        grid(runs[2:], "algorithm", "server.memory", **options)
-        assert len(said) == (2 if statistic == "best" else 0), "b ends within a deviation"
-    assert cells["best"]["a", "0"] == pytest.approx(0.85)
-    assert cells["last"]["a", "0"] == pytest.approx(0.15)
-    assert cells["last10"]["b", "0"] == pytest.approx(0.65)
+        source: Any = SimpleNamespace(finished=lambda metric, say: runs)
+        frame = report_kinds.sweep_report(source, said.append, **options).frame
+        return frame["mean"].tolist(), said
+
+    for y in ({}, {"y": "algorithm"}):
+        asked = {"x": "server.memory", **y}
+        best, said = swept_over(runs, **asked)
+        assert best == pytest.approx([0.85, 0.7]) and len(said) == 1
+        assert said[0].startswith("best accuracy is that of the best round; in 1 of 2 settings")
+        assert not swept_over(runs[2:], **asked)[1], "b ends within a deviation"
+        assert swept_over(runs[2:3], **asked)[1], "one seed has no deviation"
+        for statistic, means in (("last", [0.15, 0.6]), ("last10", [0.5, 0.65])):
+            assert swept_over(runs, **asked, statistic=statistic) == (pytest.approx(means), [])
+    assert not swept_over(runs, x="server.memory", target=0.5)[1]
 
 
 def test_runs_without_a_parameter_of_an_axis_are_named():

@@ -10,7 +10,7 @@ from raysim.errors import ConfigError
 from raysim.reports.analysis.aggregate import rows
 from raysim.reports.analysis.targets import refuse_unreachable
 from raysim.reports.grouping import apart, by_size, group_keys, grouped, label, resolved
-from raysim.reports.table_row import MeanStd, TableRow, differs
+from raysim.reports.table_row import MeanStd
 from raysim.reports.tracked import Statistic, TrackedRun
 from raysim.reports.value_names import readable
 
@@ -101,9 +101,7 @@ def along(
     result = []
     for text, members in apart(runs, [x], say):
         (key,) = resolved(members, [x], "x (--x)")
-        shown = _with_last(statistic)
-        table = rows(members, metric, statistics=shown, target=target, group=[x], say=say)
-        _say_where_last_differs(table, say)
+        table = rows(members, metric, statistics=[statistic], target=target, group=[x], say=say)
         values: list[str] = []
         figures: list[MeanStd] = []
         for row in table:
@@ -147,10 +145,7 @@ def grid(
         ConfigError: No run has a parameter, or no run has both.
     """
     keys = [resolved(runs, axis.split(","), "x and y (--x and --y)") for axis in (x, y)]
-    table = rows(
-        runs, metric, statistics=_with_last(statistic), group=[*keys[0], *keys[1]], say=say
-    )
-    _say_where_last_differs(table, say)
+    table = rows(runs, metric, statistics=[statistic], group=[*keys[0], *keys[1]], say=say)
     cells: dict[tuple[str, str], float] = {}
     orders: list[dict[str, tuple]] = [{}, {}]
     for row in table:
@@ -166,20 +161,3 @@ def grid(
         raise ConfigError(f"x and y (--x and --y): no run has both {x} and {y}")
     columns, lines = (sorted(order, key=order.__getitem__) for order in orders)
     return columns, lines, cells
-
-
-def _with_last(statistic: Statistic) -> list[Statistic]:
-    """Return a statistic, and beside the best value the last one."""
-    return ["best", "last"] if statistic == "best" else [statistic]
-
-
-def _say_where_last_differs(table: Sequence[TableRow], say: Callable[[str], None]) -> None:
-    """Say that best values hide how the runs end, if they do."""
-    for row in table:
-        if any(differs(row.result, other) for other in row.values.values()):
-            say(
-                f"best {row.figure.metric} is that of the best round; in places the last value "
-                "lies more than a standard deviation away (of one seed: is another one), which "
-                "statistic last (--statistic last) shows"
-            )
-            return

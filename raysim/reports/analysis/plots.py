@@ -144,7 +144,7 @@ def plot_heatmap(panels: Sequence[Panel], x: str, y: str, shown: Figure, path: P
     size = (2 + 0.8 * n_columns, max(1.5 + 0.6 * n_lines, MIN_HEATMAP_INCHES))
     canvas, places = _panels(len(panels), size, shared=False)
     for axes, (title, columns, lines, _), values in zip(places, panels, tables, strict=True):
-        image = axes.imshow(values, cmap="viridis", aspect="auto", vmin=low, vmax=high)
+        axes.imshow(values, cmap="viridis", aspect="auto", vmin=low, vmax=high)
         for (i, j), value in np.ndenumerate(values):
             if np.isfinite(value):
                 colour = "black" if value > (low + high) / 2 else "white"
@@ -158,7 +158,8 @@ def plot_heatmap(panels: Sequence[Panel], x: str, y: str, shown: Figure, path: P
             axes.tick_params(axis="x", rotation=30)
     header = shown.header(NO_NAMES, alone=False)
     fraction = 0.15 / min(len(panels), 3)  # of the width of a panel, which is matplotlib's default
-    canvas.colorbar(image, ax=places, label=_wrapped(header, size[1]), fraction=fraction)
+    colours = places[0].images[0]
+    canvas.colorbar(colours, ax=places, label=_wrapped(header, size[1]), fraction=fraction)
     canvas.savefig(path)
 
 
