@@ -278,6 +278,7 @@ def test_a_cross_table_has_a_column_for_each_value(tmp_path):
     ]
     assert r"73.00 $\pm$ 2.83 (70.00 $\pm$ 2.00 $\checkmark$)} &" in crossed.latex()
     assert crossed.latex().splitlines()[2] == r"\begin{tabular}{llrr}"
+    assert crossed.latex().count("textbf") == 1, "other lines have one value"
     frame = crossed.frame
     assert list(frame) == ["attack", "epsilon", "avg", "Median"]
     assert frame["epsilon"].tolist()[1:] == [0.1, 100]
