@@ -48,7 +48,10 @@ Where = Annotated[
 Uri = Annotated[str | None, typer.Option(help="tracking store; default sqlite:///mlflow.db")]
 MetricOption = Annotated[
     str | None,
-    typer.Option(help="metric to report; default: the one that selects the runs' best model"),
+    typer.Option(
+        help="metric to report; default: the one that selects the runs' best model, or else the "
+        "first that they have of it at the clients, loss, clients/loss and train_loss"
+    ),
 ]
 GroupOption = Annotated[
     str | None,
@@ -132,7 +135,8 @@ def report_table(
         str | None,
         typer.Option(
             help="KEY,KEY: a column for each value of these parameters; a cell is the first "
-            "statistic, with the paper's figure in brackets, ✓ within two of its deviations, ✗ not"
+            "statistic, with the paper's figure in brackets, ✓ within two of its deviations, ✗ "
+            "not, and the other statistics where they lie more than a deviation away"
         ),
     ] = None,
     label: Annotated[
@@ -197,17 +201,22 @@ def report_sweep(
     ledger: LedgerOption = None,
     where: Where = None,
     metric: MetricOption = None,
+    statistic: Annotated[
+        str | None,
+        typer.Option(
+            help="result of a run: best (the default), last, or last10 (mean of the last 10 "
+            "evaluations)"
+        ),
+    ] = None,
     log_x: Annotated[bool, typer.Option("--log-x", help="logarithmic x-axis")] = False,
     target: Annotated[
         float | None,
-        typer.Option(
-            help="plot the first round that reached this value, instead of the best value"
-        ),
+        typer.Option(help="plot the first round that reached this value, instead of a result"),
     ] = None,
     out: Picture = None,
     log: Log = False,
 ) -> None:
-    """Plot the best value, mean over seeds, over one parameter (lines) or two (heatmaps).
+    """Plot results, mean over seeds, over one parameter (lines) or two (heatmaps).
 
     Other differing parameters make further lines or panels.
     """

@@ -113,15 +113,6 @@ def accumulates(name: str) -> bool:
     return entry is not None and entry.accumulates
 
 
-def best_label(name: str) -> str:
-    """Return the label of the value by which reports compare runs, such as "best accuracy".
-
-    Args:
-        name: name of the metric; for a metric that accumulates it is the last value.
-    """
-    return f"{'last' if accumulates(name) else 'best'} {name}"
-
-
 def is_share(name: str) -> bool:
     """Return whether a metric is a share between 0 and 1, such as an accuracy.
 

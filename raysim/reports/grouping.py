@@ -18,6 +18,7 @@ from raysim.reports.table_row import short
 from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun, counted
 from raysim.reports.value_names import readable
 from raysim.spelling import did_you_mean
+from raysim.tracking.recorder import flatten_parameters
 
 SIDE_COLUMN = "side"
 """Derived parameter: the side on which a method differs from FedAvg. Shown only on request."""
@@ -351,9 +352,10 @@ def split_scenario(params: Mapping[str, str]) -> tuple[tuple, tuple]:
 def varied(params: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the parameters that differ, except the seed and parameters without effect on results.
 
-    Parameters that follow from others (the rules from the algorithm, the cohort from the schedule,
-    the keys of an optimizer that only some runs use) or that only add measurements
-    (`evaluate.clients`) are included only if they distinguish runs that the others do not.
+    Parameters that follow from others (the rules and its defaults of other sections from the
+    algorithm, the cohort from the schedule, the keys of an optimizer that only some runs use) or
+    that only add measurements (`evaluate.clients`) are included only if they distinguish runs that
+    the others do not.
 
     A parameter that is null in one run and absent in another does not differ.
 
@@ -401,7 +403,36 @@ def _may_follow(key: str, runs: pd.DataFrame, keys: Sequence[str]) -> bool:
     if key.startswith(_DERIVED_KEY_PREFIXES):
         return True
     # Keys that only some optimizers have, say, follow from the name of the optimizer.
-    return "null" in runs[key].tolist() and f"{key.rpartition('.')[0]}.name" in keys
+    if "null" in runs[key].tolist() and f"{key.rpartition('.')[0]}.name" in keys:
+        return True
+    return _is_default_of_algorithm(key, runs)
+
+
+def _is_default_of_algorithm(key: str, runs: pd.DataFrame) -> bool:
+    """Return whether a parameter has one value, except where an algorithm's own default is another.
+
+    Only shipped algorithms are asked, because no report imports a user's code.
+    """
+    if "algorithm.name" not in runs:
+        return False
+    names = set(runs["algorithm.name"])
+    if _n_distinct(runs, ["algorithm.name", key]) > len(names):
+        return False
+    # The import takes seconds, which most reports save by the lines above.
+    from raysim.rules.methods.registry import algorithm_defaults
+
+    # All keys below a setting come with it: those of `partition.val` with its fraction.
+    setting = ".".join(key.split(".")[:2])
+    brought: dict[str, dict[str, str]] = {}
+    for name in names:
+        own = {} if ":" in name else flatten_parameters(algorithm_defaults(name))
+        brought[name] = {k: v for k, v in own.items() if f"{k}.".startswith(f"{setting}.")}
+    others = set()
+    for params in runs.to_dict("records"):
+        own = brought[params["algorithm.name"]]
+        if not own or any(params.get(k) != v for k, v in own.items()):
+            others.add(params[key])
+    return len(others) <= 1
 
 
 def _n_distinct(runs: pd.DataFrame, keys: list[str]) -> int:

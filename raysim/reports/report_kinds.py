@@ -14,8 +14,8 @@ from typing import Any
 import pandas as pd
 
 from raysim.errors import ConfigError
-from raysim.metrics import best_label
 from raysim.reports.analysis import plots, sensitivity, speedup
+from raysim.reports.analysis.aggregate import direction, figures_of, rows
 from raysim.reports.analysis.curves import Curve, along, curves, grid
 from raysim.reports.claims import claim_section, verdicts
 from raysim.reports.grouping import apart, having, label
@@ -28,7 +28,8 @@ from raysim.reports.table_report import (
     known_statistic,
     split_keys,
 )
-from raysim.reports.tracked import CostUnit, TrackedRun
+from raysim.reports.table_row import differs
+from raysim.reports.tracked import CostUnit, Statistic, TrackedRun
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,11 @@ def sweep_report(
     x: str,
     y: str | None = None,
     metric: str | None = None,
+    statistic: str | None = None,
     target: float | None = None,
     log_x: bool = False,
 ) -> Report:
-    """Return the best value of a metric over one or two parameters.
+    """Return results over one or two parameters.
 
     Args:
         source: Source of the runs.
@@ -116,7 +118,9 @@ def sweep_report(
         x: First parameter. Without `y` its values must be numbers.
         y: Second parameter, for a heatmap. There x and y may be KEY,KEY: a column or row for each
             combination of values; runs may lack all but the first.
-        metric: Metric whose best value is reported. Default: that of `evaluate.best`.
+        metric: Metric of the results. Default: as for a table.
+        statistic: Result of a run: best (the default), last or last10, as for a table. Not allowed
+            with `target`.
         target: Report the first round with this value of the metric instead. Not allowed with `y`.
         log_x: Whether the x-axis of the plot is logarithmic. Not allowed with `y`.
 
@@ -131,22 +135,48 @@ def sweep_report(
     if y is not None and log_x:
         raise ConfigError("--log-x: a heatmap has one column per value; leave out --log-x or --y")
     if y is not None and target is not None:
+        raise ConfigError("target (--target): a heatmap shows results; leave out target or y (--y)")
+    if statistic is not None and target is not None:
         raise ConfigError(
-            "target (--target): a heatmap shows best values; leave out target or y (--y)"
+            "statistic (--statistic): with a target the rounds to it are shown; leave out "
+            "statistic or target (--target)"
         )
+    known = known_statistic(statistic or "best")
     runs = source.finished(metric, say)
+    if known == "best" and target is None:
+        _say_where_last_differs(runs, say)
     if y is not None:
-        return _heatmap(runs, x, y, say)
-    return _lines(runs, x, target, log_x, say)
+        return _heatmap(runs, x, y, known, say)
+    return _lines(runs, x, known, target, log_x, say)
+
+
+def _say_where_last_differs(runs: Sequence[TrackedRun], say: Say) -> None:
+    """Say that best values hide how runs end, if they do."""
+    metric = runs[0].metric
+    table = rows(runs, metric)
+    hidden = [row for row in table if any(differs(row.result, v) for v in row.values.values())]
+    if hidden:
+        say(
+            f"best {metric} is that of the best round; in {len(hidden)} of {len(table)} settings "
+            "the last value lies more than a standard deviation away (of one seed: is another "
+            "one); statistic last (--statistic last) shows it"
+        )
 
 
 def _lines(
-    runs: Sequence[TrackedRun], x: str, target: float | None, log_x: bool, say: Say
+    runs: Sequence[TrackedRun],
+    x: str,
+    statistic: Statistic,
+    target: float | None,
+    log_x: bool,
+    say: Say,
 ) -> Report:
-    """Return the best value, or the rounds to a target, over one parameter."""
+    """Return results, or the rounds to a target, over one parameter."""
     metric = runs[0].metric
-    lines = along(runs, x, metric, say, target)
-    title = best_label(metric) if target is None else f"rounds to {metric} {target:g}"
+    lines = along(runs, x, metric, say, target, statistic)
+    (shown,) = figures_of(metric, [statistic], direction(runs, metric))
+    result = f"{shown.statistic} {metric}"
+    title = result if target is None else f"rounds to {metric} {target:g}"
 
     def plot(path: Path) -> str:
         plots.plot_curves(lines, title, x, path, logarithmic=log_x)
@@ -155,19 +185,20 @@ def _lines(
     return Report(runs, _points(lines, x).drop(columns="panel"), plot)
 
 
-def _heatmap(runs: Sequence[TrackedRun], x: str, y: str, say: Say) -> Report:
-    """Return the best value over two parameters."""
+def _heatmap(runs: Sequence[TrackedRun], x: str, y: str, statistic: Statistic, say: Say) -> Report:
+    """Return results over two parameters."""
     metric = runs[0].metric
     records = []
     grids = []
     for panel, members in apart(runs, [x, y], say):
-        columns, lines, cells = grid(members, x, y, metric, say)
+        columns, lines, cells = grid(members, x, y, metric, say, statistic)
         grids.append((panel, columns, lines, cells))
         records += [(panel, *pair, mean) for pair, mean in cells.items()]
     frame = with_numbers(pd.DataFrame(records, columns=["panel", x, y, "mean"]), [x, y])
+    (shown,) = figures_of(metric, [statistic], direction(runs, metric))
 
     def plot(path: Path) -> str:
-        plots.plot_heatmap(grids, x, y, metric, path)
+        plots.plot_heatmap(grids, x, y, shown, path)
         return f"{len(records)} values in {path}"
 
     return Report(runs, frame, plot)
@@ -328,8 +359,8 @@ def _figure(figure: claim_section.Figure, runs: Sequence[TrackedRun], say: Say) 
     if figure.kind == "curves":
         return _curves(runs, figure.group, figure.panels, cost_unit_of(figure.x_axis), say)
     if figure.y is not None:
-        return _heatmap(runs, figure.x, figure.y, say)
-    return _lines(runs, figure.x, None, figure.log_x, say)
+        return _heatmap(runs, figure.x, figure.y, "best", say)
+    return _lines(runs, figure.x, "best", None, figure.log_x, say)
 
 
 def _points(lines: Sequence[Curve], x: str) -> pd.DataFrame:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from raysim.metrics import accumulates
-from raysim.reports.grouping import by_size
+from raysim.reports.grouping import by_size, split_scenario
 from raysim.reports.published import PublishedResult
 from raysim.reports.table_row import (
     Figure,
@@ -17,6 +17,7 @@ from raysim.reports.table_row import (
     PairedDifference,
     Rank,
     TableRow,
+    differs,
     short,
     value_key,
 )
@@ -74,8 +75,8 @@ class ResultsTable:
     def latex(self) -> str:
         """Return the table as a LaTeX tabular that uses booktabs; a comment says so.
 
-        The best mean of each column of results is bold; if rows have ranks, that of each scenario
-        is.
+        The best mean of each column of results is bold: that of each scenario, if one has several
+        rows.
         """
         marks = {key: chr(FIRST_MARK + i) for i, key in enumerate(self.names)}
         named = {marks[key]: self.names[key] for key in self.names}
@@ -134,9 +135,12 @@ class ResultsTable:
     def _best_cells(self) -> Iterable[tuple[int, int]]:
         """Yield row and column of the best mean of each column of results."""
         places = list(self._columns(NO_NAMES))
+        scenarios: list[tuple] = [split_scenario(row.parameters)[0] for row in self.rows]
+        if len(set(scenarios)) == len(scenarios):
+            scenarios = [()] * len(scenarios)
         for figure in self.rows[0].values:
             column = places.index(figure.header(NO_NAMES, _alone(self.rows)))
-            for i in _best_rows(self.rows, figure):
+            for i in _best_rows(self.rows, figure, scenarios):
                 yield i, column
 
     def _numbers(self) -> pd.DataFrame:
@@ -189,9 +193,7 @@ class ResultsTable:
         for key, header in _headers(table).items():
             values = [row.parameters.get(key, MISSING_TEXT) for row in table]
             columns[header] = [_value_name(header, value, names) for value in values]
-        # Runs of a row are its seeds unless they differ in more.
-        count = "runs" if any(row.pooled for row in table) else "seeds"
-        columns[count] = [str(row.seeds) for row in table]
+        columns[f"{_noun(table)}s"] = [str(row.seeds) for row in table]
         columns |= _values(table, first)
         columns |= _published_best_values(table, first)
         columns |= _paired_differences(table, first)
@@ -210,10 +212,35 @@ class ResultsTable:
 
 @dataclass(frozen=True)
 class CrossTable(ResultsTable):
-    """A table with a column for each value of some parameters; its cells are the first figure."""
+    """A table with a column for each value of some parameters.
+
+    Its cells are the first figure, and the others where they lie more than a deviation from it.
+    """
 
     across: Sequence[str] = ()
     """Full names of the parameters whose values are the columns."""
+
+    def markdown(self) -> str:
+        """Return the table as Markdown, below a line that says what its cells are."""
+        return f"{self._caption()}\n\n{super().markdown()}"
+
+    def latex(self) -> str:
+        """Return the table as LaTeX, below a comment that says what its cells are.
+
+        The best mean of each line is bold, of columns that are scenarios that of each column.
+        """
+        return f"% {self._caption()}\n{super().latex()}"
+
+    def _caption(self) -> str:
+        """Return what the cells are: metric, statistics and number of seeds."""
+        figure, *others = self.rows[0].values
+        seeds = max(row.seeds for row in self.rows)
+        text = figure.header(self.names, alone=False)
+        if others:
+            names = " and ".join(other.statistic for other in others)
+            where = "more than a standard deviation away" if seeds > 1 else "different"
+            text += f" (and {names} where {where})"
+        return f"{text}, {'mean ± std over ' if seeds > 1 else ''}{_counted(self.rows, seeds)}"
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -225,14 +252,28 @@ class CrossTable(ResultsTable):
         return {key: header for key, header in headers.items() if key not in self.across}
 
     def _best_cells(self) -> Iterable[tuple[int, int]]:
-        return ()
+        left = self._parameters()
+        lines = [_order(row, left) for row in self.rows]
+        columns = [_order(row, self.across) for row in self.rows]
+        _, methods = split_scenario(dict.fromkeys(self.across, ""))
+        rivals = lines if methods else columns
+        for i in _best_rows(self.rows, self.rows[0].figure, rivals):
+            column = sorted(set(columns)).index(columns[i])
+            yield sorted(set(lines)).index(lines[i]), len(left) + column
 
     def _numbers(self) -> pd.DataFrame:
         frame = self._crossed(self.names, lambda row: row.result and row.result.mean)
         return frame.rename(columns=dict(self.names))
 
     def _columns(self, names: Names) -> Columns:
-        return self._crossed(names, _cell).fillna(MISSING_TEXT).to_dict("list")
+        seeds = max(row.seeds for row in self.rows)
+
+        def cell(row: TableRow) -> str:
+            """Return the text of a cell; it has the number of seeds if that differs."""
+            same = row.seeds == seeds
+            return _cell(row) if same else f"{_cell(row)}, {_counted(self.rows, row.seeds)}"
+
+        return self._crossed(names, cell).fillna(MISSING_TEXT).to_dict("list")
 
     def _crossed(self, names: Names, content: Callable[[TableRow], Any]) -> pd.DataFrame:
         """Return a frame of parameters and of a column for each value; missing cells are NaN."""
@@ -265,17 +306,21 @@ def _order(row: TableRow, keys: Iterable[str]) -> tuple:
 
 
 def _cell(row: TableRow) -> str:
-    """Return the result of a row as text, with the published one and whether it is near."""
+    """Return the result of a row as text, with the published one and whether it is near.
+
+    The other statistics follow where they differ.
+    """
     if row.result is None:
         return row.unfinished or MISSING_TEXT
     percent, printed = row.figure.percent, row.printed
     text = number(row.result.mean, row.result.std, percent)
-    if row.unfinished:
-        text += f", {row.unfinished}"
-    if printed is None or printed.best is None:
-        return text
-    mark = "" if row.difference is None else f" {NEAR if row.is_near else FAR}"
-    return f"{text} ({number(printed.best, printed.std, percent)}{mark})"
+    if printed is not None and printed.best is not None:
+        mark = "" if row.difference is None else f" {NEAR if row.is_near else FAR}"
+        text += f" ({number(printed.best, printed.std, percent)}{mark})"
+    for figure, value in row.values.items():
+        if value is not None and differs(row.result, value):
+            text += f", {figure.statistic} {number(value.mean, value.std, percent)}"
+    return f"{text}, {row.unfinished}" if row.unfinished else text
 
 
 def as_markdown(texts: pd.DataFrame) -> str:
@@ -313,6 +358,16 @@ def _texts(things: Iterable[T | None], text: Callable[[T], str]) -> list[str]:
 def _alone(table: Sequence[TableRow]) -> bool:
     """Return whether a table has one metric."""
     return len({figure.metric for figure in table[0].values}) == 1
+
+
+def _noun(table: Sequence[TableRow]) -> str:
+    """Return what the runs of a row are: its seeds, unless they differ in more."""
+    return "run" if any(row.pooled for row in table) else "seed"
+
+
+def _counted(table: Sequence[TableRow], count: int) -> str:
+    """Return a number of runs as text: "2 seeds"."""
+    return f"{count} {_noun(table)}{'s'[: count != 1]}"
 
 
 def _headers(table: Sequence[TableRow]) -> dict[str, str]:
@@ -428,23 +483,28 @@ def _ranks(ranks: Sequence[Rank | None]) -> Columns:
     return columns
 
 
-def _best_rows(table: Sequence[TableRow], figure: Figure) -> list[int]:
-    """Return the positions of the rows with the best value, of each scenario if rows have ranks.
+def _best_rows(table: Sequence[TableRow], figure: Figure, units: Sequence[tuple]) -> list[int]:
+    """Return the positions of the rows with the best value of each unit that has several rows.
 
     A metric that accumulates has none: more bytes are neither better nor worse.
+
+    Args:
+        table: Rows.
+        figure: Column of results.
+        units: Of each row what it shares with the rows that it is compared with.
     """
     if accumulates(figure.metric):
         return []
-    by_scenario: dict[tuple, list[tuple[float, int]]] = {}
-    for i, row in enumerate(table):
+    by_unit: dict[tuple, list[tuple[float, int]]] = {}
+    for i, (row, unit) in enumerate(zip(table, units, strict=True)):
         value = row.values[figure]
         if value is not None:
-            scenario = row.rank.scenario if row.rank else ()
-            by_scenario.setdefault(scenario, []).append((value_key(value, figure.lower), i))
+            by_unit.setdefault(unit, []).append((value_key(value, figure.lower), i))
     best: list[int] = []
-    for rivals in by_scenario.values():
-        best_key, _ = min(rivals)
-        best += [i for key, i in rivals if key == best_key]
+    for rivals in by_unit.values():
+        if len(rivals) > 1:
+            best_key, _ = min(rivals)
+            best += [i for key, i in rivals if key == best_key]
     return best
 
 

@@ -53,11 +53,12 @@ def table_report(
     Args:
         source: Source of the runs.
         say: Called with one line for each group of omitted runs.
-        metric: Metrics to report. Default: that of `evaluate.best`. Rows are compared by the first
-            one: for `target`, `best_of`, `ranks`, `paper` and `compare_with`.
-        statistic: Values of a metric in a run: best (its best value), last (that of the last
-            round), last10 (the mean of the last ten evaluations). Rows are compared by the first
-            one. Default: best and last.
+        metric: Metrics to report. Default: that of `evaluate.best`, or else the first of it at the
+            clients, loss, clients/loss and train_loss that a run has. Rows are compared by the
+            first one: for `target`, `best_of`, `ranks`, `paper` and `compare_with`.
+        statistic: Values of a metric in a run: best (its best value after round 0), last (that of
+            the last round), last10 (the mean of the last ten evaluations). Rows are compared by the
+            first one. Default: best and last.
         select_by: Metric that chooses a round in each run, such as val/accuracy: the one with its
             best value, among the rounds with a value of every metric. `best` then means the value
             at this round, and `best_of` chooses rows by this metric.
@@ -73,7 +74,8 @@ def table_report(
         compare_with: KEY=VALUE, the method with which each row is compared in the same scenario,
             seed by seed.
         columns: Parameters whose values become columns, as of a table of attacks and defences; its
-            cells are the first statistic, with a paper's figure in brackets.
+            cells are the first statistic, with a paper's figure in brackets, and the others where
+            they lie more than a standard deviation away.
         label: Names of values, parameters, metrics and headers: {value: name}, or texts VALUE=NAME.
 
     Returns:
@@ -261,7 +263,8 @@ def chosen_rounds(
     for run in choosers:
         if run.run_id not in histories:
             continue
-        values = dict(run.history)
+        # The untrained model of round 0 is no result of training.
+        values = {t: value for t, value in run.history if t > 0} or dict(run.history)
         rounds = set(values).intersection(*histories[run.run_id])
         if not rounds:
             metrics = ", ".join(f"'{runs[0].metric}'" for runs in by_metric)

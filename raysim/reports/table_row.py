@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from raysim.config.schema import SECTIONS_WITH_NAME
 from raysim.metrics import is_share
@@ -137,9 +137,6 @@ class Rank:
     scenarios: int
     """Number of scenarios of the method."""
 
-    scenario: tuple = field(default=(), compare=False)
-    """Parameters of the scenario."""
-
 
 @dataclass(frozen=True)
 class TableRow:
@@ -254,6 +251,18 @@ def value_key(value: MeanStd | None, lower: bool) -> float:
         return math.inf
     mean = float(f"{value.mean:.12g}")
     return mean if lower else -mean
+
+
+def differs(value: MeanStd | None, other: MeanStd | None) -> bool:
+    """Return whether two means lie more than a standard deviation of the first one apart.
+
+    Args:
+        value: Value. Of one run there is no deviation, and any other mean differs.
+        other: Another statistic of the same runs.
+    """
+    if value is None or other is None:
+        return False
+    return abs(value.mean - other.mean) > (value.std or 0.0)
 
 
 def short(key: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar, get_args
 
@@ -15,7 +15,7 @@ import pandas as pd
 
 from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.errors import ConfigError
-from raysim.metrics import accumulates, find_metric
+from raysim.metrics import accumulates, find_metric, without_figure
 from raysim.spelling import did_you_mean
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class TrackedRun:
         return self.history[-1][1] if statistic == "last" else self.settled
 
     def best(self, lower: bool) -> float:
-        """Return the value at the chosen round, or else the best one over all rounds.
+        """Return the value at the chosen round, or else the best one over all rounds but round 0.
 
         Without a chosen round it is the last value of a metric that accumulates.
 
@@ -98,7 +98,7 @@ class TrackedRun:
             return dict(self.history)[self.chosen[0]]
         if accumulates(self.metric):
             return self.history[-1][1]
-        return (min if lower else max)(value for _, value in self.history)
+        return (min if lower else max)(self.trained)
 
     @property
     def trained(self) -> list[float]:
@@ -148,6 +148,14 @@ def _is_count(metric: str) -> bool:
     return entry is not None and entry.is_count
 
 
+def _may_be_of_method(metric: str) -> bool:
+    """Return whether a shipped method may declare a metric, with its unit and direction."""
+    entry = find_metric(metric)
+    if entry is not None and entry.unit == "as the metric":
+        entry = find_metric(without_figure(metric))
+    return entry is None or entry.users_own
+
+
 class MetricMissing(ConfigError):
     """Error for a metric that no run has."""
 
@@ -191,8 +199,7 @@ def with_histories(
     Args:
         done: Finished runs. Of several with the same parameters and seed the last one is used.
         title: Names of the runs, for errors.
-        metric: Metric of the histories; None: that by which the runs select their best model. Runs
-            without a value are omitted.
+        metric: Metric of the histories; None: `default_metric`. Runs without a value are omitted.
         say: Called with one line for each group of omitted runs.
         cost_unit: Unit of the runs' cost.
 
@@ -200,7 +207,12 @@ def with_histories(
         MetricMissing: No run has the metric.
         ConfigError: No run is left, or `metric` is None and the runs select by different ones.
     """
-    metric = metric or _best_metric(done)
+    metric = metric or _compared_metric(done)
+    if _may_be_of_method(metric):
+        # The import takes seconds, which reports on the engine's metrics save.
+        from raysim.rules.methods.registry import discover
+
+        discover()
     needed = {metric, CLIENTS_USED} if _is_count(metric) else {metric}
 
     def kept(runs: list[T], remaining: list[T], why: str) -> list[T]:
@@ -247,15 +259,31 @@ def _with_history(run: FinishedRun, metric: str, cost_unit: CostUnit) -> Tracked
     return TrackedRun(run.run_id, run.params, history, cost, metric=metric)
 
 
-def _best_metric(done: Sequence[FinishedRun]) -> str:
-    """Return the metric by which runs select their best model (`evaluate.best`)."""
+def default_metric(best: str, logged: Collection[str]) -> str:
+    """Return the metric by which runs are compared unless another one is asked for.
+
+    Args:
+        best: Metric by which they select their best model (`evaluate.best`).
+        logged: Metrics that some run has.
+
+    Returns:
+        That metric, or the first of it at the clients, loss, clients/loss and train_loss that a
+        run has.
+    """
+    candidates = (best, f"clients/{best}", "loss", "clients/loss", "train_loss")
+    return next((name for name in candidates if name in logged), best)
+
+
+def _compared_metric(done: Sequence[FinishedRun]) -> str:
+    """Return the metric by which runs are compared unless another one is asked for."""
     metrics = {run.params.get("evaluate.best.metric", DEFAULT_BEST.metric) for run in done}
     if len(metrics) > 1:
         raise ConfigError(
             f"metric (--metric): these runs select their best model by different metrics "
             f"({', '.join(sorted(metrics))}); name one"
         )
-    return metrics.pop() if metrics else DEFAULT_BEST.metric
+    best = metrics.pop() if metrics else DEFAULT_BEST.metric
+    return default_metric(best, {name for run in done for name in run.metrics})
 
 
 def _why_without(done: Sequence[FinishedRun], metric: str) -> str:

@@ -20,7 +20,7 @@ from raysim.reports.analysis import aggregate, plots
 from raysim.reports.analysis.curves import curves, grid
 from raysim.reports.table_columns import ResultsTable
 from raysim.reports.table_row import TableRow, short, sort_key
-from raysim.reports.tracked import TrackedRun
+from raysim.reports.tracked import TrackedRun, default_metric
 from raysim.runs.artifacts.description import commands, table
 from raysim.runs.provenance import command_line
 from raysim.sweeps.definition import Sweep, Trial
@@ -175,8 +175,8 @@ def _plot(sweep: Sweep, metric: str, runs: list[TrackedRun], rows: list[TableRow
         plots.plot_scatter(_drawn(sweep, metric, runs), f"best {metric}", folder / "draws.png")
     elif len(keys) == 2:
         x, y = keys
-        cells = grid(runs, x, y, metric)
-        plots.plot_heatmap([("", *cells)], short(x), short(y), metric, folder / "heatmap.png")
+        panel = ("", *grid(runs, x, y, metric))
+        plots.plot_heatmap([panel], short(x), short(y), rows[0].figure, folder / "heatmap.png")
 
 
 def _trials_as_runs(outcome: SweepResult) -> tuple[str, list[TrackedRun]]:
@@ -194,24 +194,24 @@ def _trials_as_runs(outcome: SweepResult) -> tuple[str, list[TrackedRun]]:
         values = [(t, record[metric]) for t, record in history if metric in record]
         params = flatten_parameters(trial.config.model_dump(mode="json"))
         reason = unfinished.get(trial.folder, "")
-        runs.append(TrackedRun(trial.folder.name, params, values, unfinished=reason))
+        runs.append(TrackedRun(trial.folder.name, params, values, unfinished=reason, metric=metric))
     return metric, runs
 
 
 def _metric_of_comparison(sweep: Sweep, logged: set[str]) -> str:
-    """Return the metric that stops trials, or else chooses their models, if it is logged."""
+    """Return the metric that stops trials, or else that of a report."""
     stopping = sweep.settings.early_stopping
     metric = None if stopping is None else stopping.metric
     # Tables sort in the usual direction of a metric, so early stopping must have the same one.
     if stopping and metric in logged and stopping.lower == lower_is_better(metric):
         return metric
     best = sweep.trials[0].config.evaluate.best or DEFAULT_BEST
-    return best.metric if best.metric in logged else "train_loss"
+    return default_metric(best.metric, logged)
 
 
-def _best(run: TrackedRun, metric: str) -> float | None:
+def _best(run: TrackedRun) -> float | None:
     """Return the best value of a run, or None without a history."""
-    return run.best(lower_is_better(metric)) if run.history else None
+    return run.best(aggregate.direction([run], run.metric)) if run.history else None
 
 
 def _write_trials(outcome: SweepResult, metric: str, runs: list[TrackedRun]) -> None:
@@ -231,7 +231,7 @@ def _write_trials(outcome: SweepResult, metric: str, runs: list[TrackedRun]) -> 
             last = run.history[-1][1] if run.history else None
             values = [as_text(trial.values[key]) if key in trial.values else "" for key in axes]
             values += [trial.config.seed, state, why, result.get("rounds"), trial.failures]
-            values += [_best(run, metric), last, result.get("seconds")]
+            values += [_best(run), last, result.get("seconds")]
             writer.writerow([*values, Tail(trial.folder).run_id, trial.folder])
 
 
@@ -245,7 +245,7 @@ def _drawn(sweep: Sweep, metric: str, runs: list[TrackedRun]) -> dict[str, plots
     for key, draw in sweep.drawn.items():
         points = []
         for trial, run in zip(sweep.trials, runs, strict=True):
-            best = _best(run, metric)
+            best = _best(run)
             if best is None or key not in trial.values:
                 continue
             value = trial.values[key]

@@ -190,8 +190,15 @@ def test_a_sweep_over_one_parameter_and_over_two(uri):
         raysim.report("table", "methods", uri=uri, columns="algorithm", target=0.5)
     with pytest.raises(ConfigError, match=r"'rounds' does not distinguish rows; add it to group"):
         raysim.report("table", "methods", uri=uri, columns="rounds")
-    with pytest.raises(ConfigError, match=r"target \(--target\): a heatmap shows best values"):
+    with pytest.raises(ConfigError, match=r"target \(--target\): a heatmap shows results"):
         raysim.report("sweep", "methods", uri=uri, x="server.beta1", y="algorithm", target=0.5)
+    asked: dict[str, Any] = {"uri": uri, "x": "server.beta1", "statistic": "last"}
+    assert raysim.report("sweep", "methods", **asked)["mean"].tolist() == [0.2] * 4
+    assert raysim.report("sweep", "methods", **asked, y="algorithm")["mean"].tolist() == [0.2] * 4
+    with pytest.raises(ConfigError, match=r"^statistic .--statistic.: with a target"):
+        raysim.report("sweep", "methods", **asked, target=0.5)
+    with pytest.raises(ConfigError, match=r"unknown statistic 'lst'; did you mean 'last'"):
+        raysim.report("sweep", "methods", **{**asked, "statistic": "lst"})
 
 
 def test_sensitivity(uri):

@@ -20,7 +20,7 @@ import raysim
 from raysim import cli
 from raysim.config.sections.storage import Tracking
 from raysim.errors import ConfigError, RaysimError
-from raysim.reports import table_report, value_names
+from raysim.reports import grouping, table_report, value_names
 from raysim.reports.analysis import aggregate, comparisons
 from raysim.reports.analysis.curves import curves
 from raysim.reports.analysis.targets import fraction_of
@@ -91,6 +91,17 @@ def test_best_last_and_rounds_to_the_target():
     assert row.to_target is None and row.result.std is None
 
 
+def test_the_untrained_model_is_not_the_best_of_a_run():
+    """FedAvg under attack: no round is as good as the model before training."""
+    attacked = run([0.125, 0.1, 0.103])
+    (row,) = rows([attacked])
+    assert [value.mean for value in row.values.values()] == [0.103, 0.103]
+    chooser = dataclasses.replace(attacked, metric="val/accuracy")
+    chosen = table_report.chosen_rounds([chooser], [[attacked]], lambda line: None)
+    assert chosen == {attacked.run_id: (2, 0.103)}
+    assert rows([run([0.125])])[0].result.mean == 0.125, "nothing was trained"
+
+
 def test_losses_are_the_better_the_smaller():
     runs = [run([3.0, 1.0, 2.0], lr=0.1), run([3.0, 0.5, 2.0], lr=0.2)]
     found = rows(runs, "train_loss", target=1.0)
@@ -144,6 +155,42 @@ def test_what_follows_from_a_name_is_no_column():
         ResultsTable(rows(runs)).markdown().splitlines()[2]
         == "| fedavg | – | 1 | 10.00 | 10.00 | 0 |"
     )
+
+
+def test_what_an_algorithm_sets_by_default_is_no_column():
+    """FedPer keeps the classifier and local training all (their `defaults`). A value that a user
+    chose is a column, also in lockstep with the algorithm."""
+    own = {"fedavg": "[]", "ditto": "[]", "fedper": '["classifier"]', "local_only": '["*"]'}
+
+    def compared(**personal: str) -> list[str]:
+        parts = own | personal
+        runs = [
+            run([0.5], algorithm=name, alpha=alpha, local__personal=part)
+            for name, part in parts.items()
+            for alpha in (0.1, 1)
+        ]
+        assert [name for name, _ in grouping.apart(runs, ["algorithm", "partition.alpha"])] == (
+            [""]
+            if parts == own
+            else [f"local.personal {part}" for part in sorted({*parts.values()})]
+        )
+        return list(rows(runs)[0].parameters)
+
+    assert compared() == ["algorithm.name", "partition.alpha"]
+    chosen = ["algorithm.name", "partition.alpha", "local.personal"]
+    assert compared(ditto='["norm"]') == compared(fedper='["norm"]') == chosen
+    steps = [
+        run([0.5], algorithm=name, local__steps=n) for name, n in (("moon", 5), ("fedprox", 9))
+    ]
+    assert list(rows(steps)[0].parameters) == ["algorithm.name", "local.steps"]
+    fraction: dict[str, Any] = {"partition__val__fraction": 0.2, "partition__val__matched": "false"}
+    plain = run([0.5], algorithm="fedavg", partition__val="null")
+    assert list(rows([plain, run([0.5], algorithm="fedfomo", **fraction)])[0].parameters) == [
+        "algorithm.name"
+    ]
+    parts = {"fedavg": "[]", "my.py:Mine": '["*"]'}  # whose file is not read
+    mine = [run([0.5], algorithm=name, local__personal=part) for name, part in parts.items()]
+    assert list(rows(mine)[0].parameters) == ["algorithm.name", "local.personal"]
 
 
 def test_what_follows_from_a_schedule_is_no_column():
@@ -311,7 +358,8 @@ def test_markdown_and_csv():
         r"| [[0, 1]\|] | 1 | 12.50 | 12.50 | – | 0 |",
     ]
     assert (
-        ResultsTable(rows(runs[:1], "loss")).markdown().splitlines()[-1] == "| 1 | 0.5 | 0.75 | 1 |"
+        ResultsTable(rows(runs[:1], "loss")).markdown().splitlines()[-1]
+        == "| 1 | 0.75 | 0.75 | 1 |"
     )
     pooled = ResultsTable(rows(runs, group=["rounds"])).markdown().splitlines()
     assert pooled[0].startswith("| rounds | runs | best") and pooled[2].startswith("| 9 | 3 |")
@@ -788,7 +836,7 @@ def test_the_best_rows_are_those_of_the_metric_that_chooses():
 def test_differences_and_ranks_are_of_the_first_statistic():
     runs = [
         run(values, algorithm=name, seed=seed)
-        for name, values in (("a", [0.5, 0.1]), ("b", [0.4, 0.3]))
+        for name, values in (("a", [0.0, 0.5, 0.1]), ("b", [0.0, 0.4, 0.3]))
         for seed in (0, 1)
     ]
     for statistic, gain, place in (("best", -0.1, 2), ("last", 0.2, 1)):

@@ -7,24 +7,29 @@ import csv
 import dataclasses
 import itertools
 import math
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from raysim import cli
+from raysim import cli, metrics
 from raysim.config import explain
 from raysim.config.loading import read_config, shipped
 from raysim.errors import ConfigError
+from raysim.metrics.table import Metric
 from raysim.prepare.resolve import keys
-from raysim.reports import grouping, published
-from raysim.reports.analysis import aggregate, plots
+from raysim.reports import grouping, published, report_kinds
+from raysim.reports.analysis import aggregate, plots, sensitivity
 from raysim.reports.analysis.aggregate import rows
 from raysim.reports.analysis.curves import along, curves, grid
 from raysim.reports.analysis.targets import share_of
+from raysim.reports.claims import claim_section, verdicts
 from raysim.reports.grouping import apart
 from raysim.reports.table_columns import CrossTable, ResultsTable
-from raysim.reports.table_row import Rank
+from raysim.reports.table_row import Figure, Rank
 from raysim.reports.tracked import FinishedRun, TrackedRun, with_histories
 from raysim.rules import contract
 from raysim.rules.methods import registry
@@ -130,14 +135,16 @@ def test_where_a_loss_is_infinite_there_is_no_deviation():
     """Of seeds that diverged; the other method is still told of, and ranked before it."""
     values = {"a": [math.inf, 1.0], "b": [math.inf, math.inf], "c": [1.0, 3.0]}
     runs = [
-        run([5.0, v], algorithm=n, seed=s) for n, each in values.items() for s, v in enumerate(each)
+        run([9.0, 5.0, v], algorithm=n, seed=s)
+        for n, each in values.items()
+        for s, v in enumerate(each)
     ]
     table = aggregate.ranked(rows(runs, "loss", target=2.0))
     last = [(value.mean, value.std) for row in table if (value := [*row.values.values()][1])]
     assert last == [(math.inf, None), (math.inf, None), (2.0, pytest.approx(2**0.5))]
     assert [row.result.mean for row in table if row.result] == [3.0, 5.0, 2.0]
     assert [row.to_target.n if row.to_target else 0 for row in table] == [1, 0, 1]
-    assert "inf" in ResultsTable(table).markdown() and curves(runs)[0].figures[1].std is None
+    assert "inf" in ResultsTable(table).markdown() and curves(runs)[0].figures[2].std is None
 
 
 def test_runs_without_a_value_count_and_are_named_but_give_no_figures():
@@ -260,20 +267,88 @@ def test_a_cross_table_has_a_column_for_each_value(tmp_path):
     table = aggregate.add_published(table, published.read_published(str(paper)))
     crossed = CrossTable(table, across=["algorithm.name"], names={"median": "Median"})
     assert crossed.markdown().splitlines() == [
+        "best accuracy % (and last where more than a standard deviation away), mean ± std over 2 "
+        "seeds",
+        "",
         "| attack | epsilon | avg | Median |",
         "| --- | --- | --- | --- |",
-        "| alie | – | – | 90.00 |",
-        "| ipm | 0.1 | 80.00 (60.00) | – |",
-        "| ipm | 100 | 73.00 ± 2.83 (70.00 ± 2.00 ✓) | 50.00 (90.00 ± 10.00 ✗) |",
+        "| alie | – | – | 90.00, 1 seed |",
+        "| ipm | 0.1 | 80.00 (60.00), 1 seed | – |",
+        "| ipm | 100 | 73.00 ± 2.83 (70.00 ± 2.00 ✓) | 50.00 (90.00 ± 10.00 ✗), 1 seed |",
     ]
-    assert r"73.00 $\pm$ 2.83 (70.00 $\pm$ 2.00 $\checkmark$) &" in crossed.latex()
-    assert crossed.latex().splitlines()[1] == r"\begin{tabular}{llrr}"
+    assert r"73.00 $\pm$ 2.83 (70.00 $\pm$ 2.00 $\checkmark$)} &" in crossed.latex()
+    assert crossed.latex().splitlines()[2] == r"\begin{tabular}{llrr}"
+    assert crossed.latex().count("textbf") == 1, "other lines have one value"
     frame = crossed.frame
     assert list(frame) == ["attack", "epsilon", "avg", "Median"]
     assert frame["epsilon"].tolist()[1:] == [0.1, 100]
     assert frame["avg"].tolist() == pytest.approx([math.nan, 0.8, 0.73], nan_ok=True)
     several = CrossTable(table, across=["attack", "epsilon"], names={"ipm, 100": "strong"})
-    assert several.markdown().splitlines()[0] == "| algorithm | alie | ipm, 0.1 | strong |"
+    assert several.markdown().splitlines()[2] == "| algorithm | alie | ipm, 0.1 | strong |"
+
+
+def test_a_cross_table_names_its_figures_and_shows_where_a_run_collapsed():
+    values = {"avg": [0.1, 0.9, 0.2], "median": [0.1, 0.7, 0.7]}
+    runs = [run(each, algorithm=name, alpha=1) for name, each in values.items()]
+    options = {"across": ["algorithm.name"], "names": {"accuracy": "Acc."}}
+    assert CrossTable(rows(runs), **options).markdown().splitlines() == [
+        *("best Acc. % (and last where different), 1 seed", ""),
+        *("| avg | median |", "| --- | --- |", "| 90.00, last 20.00 | 70.00 |"),
+    ]
+    only = CrossTable(rows(runs, statistics=["last"]), **options)
+    assert only.markdown().splitlines()[0] == "last Acc. %, 1 seed"
+    assert only.latex().splitlines()[0] == "% last Acc. %, 1 seed"
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "mae", "loss"])
+def test_the_best_of_each_scenario_is_bold(metric):
+    """Of methods in each scenario, in lines and in columns; "mae" is no loss and better if small."""
+    figures = {("a", 0.1): 0.75, ("b", 0.1): 0.5, ("a", 1): 0.25, ("b", 1): 0.375}
+    runs = [run(value, algorithm=n, alpha=alpha) for (n, alpha), value in figures.items()]
+    table = aggregate.ranked(rows(runs, metric, statistics=["last"]))
+    winners = {"a 0.1", "b 1"} if metric == "accuracy" else {"b 0.1", "a 1"}
+    places = {" ".join(row.parameters.values()): row.rank and row.rank.place for row in table}
+    assert {name for name, place in places.items() if place == 1} == winners
+    kept = rows(runs, metric, best_of=["partition.alpha"])
+    assert {" ".join(row.parameters.values()) for row in kept} == winners
+    expected = {figures[name, float(alpha)] for name, alpha in map(str.split, winners)}
+    tables = [ResultsTable(table)]
+    tables += [CrossTable(table, across=[key]) for key in ("algorithm.name", "partition.alpha")]
+    for written in tables:
+        bold = re.findall(r"textbf\{([\d.]+)", written.latex())
+        scale = 100 if metric == "accuracy" else 1
+        assert sorted(float(text) / scale for text in bold) == sorted(expected)
+    alone = [run(value, alpha=alpha) for (n, alpha), value in figures.items() if n == "a"]
+    assert ResultsTable(rows(alone, metric, statistics=["last"])).latex().count("textbf") == 1
+
+
+def test_a_metric_that_a_method_declares_has_its_unit_and_direction(monkeypatch):
+    def declare() -> None:
+        declared = Metric("trigger", "share", "", "", larger_is_better=False)
+        monkeypatch.setitem(metrics._DECLARED, "trigger", declared)
+
+    monkeypatch.setattr(registry, "discover", declare)
+    assert metrics.find_metric("clients/trigger") and not metrics.lower_is_better("trigger")
+    done = FinishedRun("1", {}, frozenset({"trigger"}), lambda m: [(0, 0.0), (1, 0.5), (2, 0.75)])
+    runs = with_histories([done], "", "trigger", lambda line: None, "rounds")
+    head, _, line = ResultsTable(rows(runs, "trigger")).markdown().splitlines()
+    assert head == "| seeds | best trigger % | last trigger % | rounds done |"
+    assert line == "| 1 | 50.00 | 75.00 | 2 |"
+    assert sensitivity.result_of_run("best", "trigger")(runs[0]) == 0.5
+    where = claim_section.ClaimSide(metric="trigger", statistic={"rounds_to": 0.6})
+    assert verdicts._reached(runs[0], where) == (0, 0), "small is good"
+
+
+def test_the_metric_is_the_first_that_runs_have():
+    for logged, metric in (
+        ({"clients/accuracy", "accuracy", "train_loss"}, "accuracy"),
+        ({"clients/accuracy", "loss", "train_loss"}, "clients/accuracy"),
+        ({"clients/loss", "train_loss"}, "clients/loss"),
+        ({"train_loss"}, "train_loss"),
+    ):
+        done = FinishedRun("1", {}, frozenset(logged), lambda metric: [(1, 0.5)])
+        (found,) = with_histories([done], "", None, lambda line: None, "rounds")
+        assert found.metric == metric
 
 
 def test_a_heatmap_of_several_parameters_needs_the_first_of_them():
@@ -462,8 +537,62 @@ def test_parts_over_two_parameters_differ_in_nothing_else(tmp_path: Path):
     ]
     assert not said and grids[1][1:3] == (["0", "0.5"], ["0", "0.1", "0.9"])
     assert grids[1][3]["0.5", "0.9"] == pytest.approx(0.6)
-    plots.plot_heatmap(grids, "beta1", "beta2", "accuracy", tmp_path / "h.png")
+    plots.plot_heatmap(grids, "beta1", "beta2", Figure("accuracy"), tmp_path / "h.png")
     assert (tmp_path / "h.png").stat().st_size > 4000
+
+
+def test_panels_of_a_heatmap_share_a_scale_that_ends_at_100_percent(tmp_path: Path, monkeypatch):
+    drawn = []
+    real = plots._panels
+    monkeypatch.setattr(plots, "_panels", lambda *a, **k: drawn.append(real(*a, **k)) or drawn[-1])
+
+    def colours(*values: float, shown: Figure) -> list[tuple[float, float]]:
+        panels = [(f"{v}", ["a"], ["first", "second"], {("a", "first"): v}) for v in values]
+        y = "groups.attackers.client.boost,groups.attackers.client.epsilon"
+        plots.plot_heatmap(panels, "algorithm", y, shown, tmp_path / "h.png")
+        figure, places = drawn[-1]
+        labels = [axes.yaxis.label for axes in figure.axes]
+        for label in labels:
+            box = label.get_window_extent()
+            assert box.y0 >= 0 and box.y1 <= figure.bbox.height, f"{label.get_text()} is cut off"
+        assert labels[-1].get_text().replace("\n", "") == shown.header({}, False)
+        assert len(figure.axes) == len(places) + 1, "one colour bar"
+        for axes in places:
+            assert axes.yaxis_inverted(), "the first row of the table is at the top"
+        return [axes.images[0].get_clim() for axes in places]
+
+    shown = Figure("clients/accuracy_weighted", "last")
+    assert colours(0.25, 1.0, shown=shown) == [(25, 100), (25, 100)]
+    assert colours(1.0, shown=shown) == [(99, 100)] and colours(0.0, shown=shown) == [(0, 1)]
+    assert colours(3.0, shown=Figure("loss")) == [(2, 4)]
+
+
+def test_a_sweep_shows_the_statistic_that_is_asked_for_and_says_where_best_hides_the_end():
+    """Both methods collapse after their best round, one to less than a deviation away."""
+    values = {
+        ("a", 0): [0.1, 0.9, 0.2],
+        ("a", 1): [0.1, 0.8, 0.1],
+        ("b", 0): [0.1, 0.9, 0.8],
+        ("b", 1): [0.1, 0.5, 0.4],
+    }
+    runs = [run(v, algorithm=n, seed=s, server__memory=0) for (n, s), v in values.items()]
+
+    def swept_over(runs: list[TrackedRun], **options: Any) -> tuple[list[float], list[str]]:
+        said: list[str] = []
+        source: Any = SimpleNamespace(finished=lambda metric, say: runs)
+        frame = report_kinds.sweep_report(source, said.append, **options).frame
+        return frame["mean"].tolist(), said
+
+    for y in ({}, {"y": "algorithm"}):
+        asked = {"x": "server.memory", **y}
+        best, said = swept_over(runs, **asked)
+        assert best == pytest.approx([0.85, 0.7]) and len(said) == 1
+        assert said[0].startswith("best accuracy is that of the best round; in 1 of 2 settings")
+        assert not swept_over(runs[2:], **asked)[1], "b ends within a deviation"
+        assert swept_over(runs[2:3], **asked)[1], "one seed has no deviation"
+        for statistic, means in (("last", [0.15, 0.6]), ("last10", [0.5, 0.65])):
+            assert swept_over(runs, **asked, statistic=statistic) == (pytest.approx(means), [])
+    assert not swept_over(runs, x="server.memory", target=0.5)[1]
 
 
 def test_runs_without_a_parameter_of_an_axis_are_named():

@@ -288,6 +288,16 @@ def test_again_only_what_is_missing_is_done(swept: SweepResult, mlflow: Any, sta
     assert started == larger.sweep.trials[:1]
 
 
+def test_a_sweep_without_a_global_model_is_compared_by_its_clients(here, started: list[Trial]):
+    """Ditto trains what FedAvg does; the models of the clients differ."""
+    clients = {"every": 0, "clients": {"every": 1}}
+    keys = {"partition": {"name": "iid", "clients": 4, "test": {"fraction": 0.2}}}
+    methods = {"algorithm": ["fedavg", "ditto"], "seed": [0]}
+    planned = prepare_sweep({**SMALL, **keys, "evaluate": clients, "sweep": methods})
+    head = run_sweep(planned).table.splitlines()[0]
+    assert "best clients/accuracy %" in head and len(started) == 2
+
+
 def test_one_sweep_at_a_time_in_a_folder(place: Path):
     planned = prepare_sweep(SMALL, ["seed=8..9"])
     with (

@@ -224,7 +224,7 @@ def ranked(
     ranked_rows = []
     for row, rank in zip(table, ranks.to_dict("records"), strict=True):
         if row.result:
-            known = Rank(rank["place"], rank["mean"], rank["scenarios"], rank["scenario"])
+            known = Rank(rank["place"], rank["mean"], rank["scenarios"])
             row = replace(row, rank=known)
             counts.add(known.scenarios)
         ranked_rows.append(row)

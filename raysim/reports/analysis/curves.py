@@ -11,7 +11,7 @@ from raysim.reports.analysis.aggregate import rows
 from raysim.reports.analysis.targets import refuse_unreachable
 from raysim.reports.grouping import apart, by_size, group_keys, grouped, label, resolved
 from raysim.reports.table_row import MeanStd
-from raysim.reports.tracked import TrackedRun
+from raysim.reports.tracked import Statistic, TrackedRun
 from raysim.reports.value_names import readable
 
 
@@ -79,16 +79,18 @@ def along(
     metric: str = "accuracy",
     say: Callable[[str], None] = lambda line: None,
     target: float | None = None,
+    statistic: Statistic = "best",
 ) -> list[Curve]:
-    """Return the best value over a numeric parameter, a curve for each combination of the others.
+    """Return results over a numeric parameter, a curve for each combination of the others.
 
     Args:
         runs: Runs of any experiments.
         x: Parameter on the x-axis.
         metric: Metric of the histories.
         say: Called with one line if points hold runs that differ in more than their seed.
-        target: Use the cost of reaching this value instead of the best value; points that do not
-            reach it are omitted.
+        target: Use the cost of reaching this value instead of a result; points that do not reach
+            it are omitted.
+        statistic: Result of a run.
 
     Raises:
         ConfigError: No run has the parameter, its values are not numbers, or no run can reach
@@ -99,7 +101,7 @@ def along(
     result = []
     for text, members in apart(runs, [x], say):
         (key,) = resolved(members, [x], "x (--x)")
-        table = rows(members, metric, target=target, group=[x], say=say)
+        table = rows(members, metric, statistics=[statistic], target=target, group=[x], say=say)
         values: list[str] = []
         figures: list[MeanStd] = []
         for row in table:
@@ -123,8 +125,9 @@ def grid(
     y: str,
     metric: str = "accuracy",
     say: Callable[[str], None] = lambda line: None,
+    statistic: Statistic = "best",
 ) -> tuple[list[str], list[str], dict[tuple[str, str], float]]:
-    """Return the mean best value for each pair of values of two parameters.
+    """Return the mean result for each pair of values of two parameters.
 
     Args:
         runs: Runs of any experiments.
@@ -132,16 +135,17 @@ def grid(
         y: Second parameter, or several.
         metric: Metric of the histories.
         say: Called with one line if cells hold runs that differ in more than their seed.
+        statistic: Result of a run.
 
     Returns:
-        The sorted values of x, those of y, and the mean best value by (value of x, value of y). The
+        The sorted values of x, those of y, and the mean result by (value of x, value of y). The
         value of several parameters is their values, with commas.
 
     Raises:
         ConfigError: No run has a parameter, or no run has both.
     """
     keys = [resolved(runs, axis.split(","), "x and y (--x and --y)") for axis in (x, y)]
-    table = rows(runs, metric, group=[*keys[0], *keys[1]], say=say)
+    table = rows(runs, metric, statistics=[statistic], group=[*keys[0], *keys[1]], say=say)
     cells: dict[tuple[str, str], float] = {}
     orders: list[dict[str, tuple]] = [{}, {}]
     for row in table:

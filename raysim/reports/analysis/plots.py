@@ -5,6 +5,7 @@ Plots do not use pyplot and therefore no global state, so any thread may draw.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -14,10 +15,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
 
-from raysim.metrics import best_label, is_share
+from raysim.metrics import is_share
+from raysim.reports.table_row import Figure
+from raysim.reports.value_names import NO_NAMES
 
 if TYPE_CHECKING:
     from raysim.reports.analysis.curves import Curve
@@ -27,6 +30,10 @@ MAX_TITLE_LETTERS = 48
 """Maximum number of characters in a line of a panel's title, and in a legend inside of its axes."""
 MAX_UPRIGHT_LETTERS = 8
 """Longest label of a heatmap's column that stands upright; longer ones are turned."""
+MIN_HEATMAP_INCHES = 3.0
+"""Least height of a panel of a heatmap, so that the labels beside it have room."""
+LETTERS_PER_INCH = 9
+"""Number of characters of the label of an axis for each inch of a panel with its tick labels."""
 
 _LINE_STYLES = ("-", "--", ":", "-.")
 """Line styles of curves, each used for ten colours."""
@@ -102,11 +109,11 @@ def _add_legend(axes: Axes, labels: Sequence[str]) -> None:
 
 def _panels(
     count: int, size: tuple[float, float], shared: bool = True
-) -> tuple[Figure, list[Axes]]:
+) -> tuple[Canvas, list[Axes]]:
     """Return a figure and its axes, three in a row, of a size in inches; `shared` shares y-axes."""
     rows = -(-count // 3)
     columns = min(count, 3)
-    figure = Figure(figsize=(columns * size[0], rows * size[1]), dpi=100, layout="constrained")
+    figure = Canvas(figsize=(columns * size[0], rows * size[1]), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     cells = list(figure.subplots(rows, columns, squeeze=False, sharey=shared).flat)
     for empty in cells[count:]:
@@ -115,43 +122,69 @@ def _panels(
 
 
 Panel = tuple[str, Sequence[str], Sequence[str], Mapping[tuple[str, str], float]]
-"""Title, ordered values of x and of y, and the metric by (x, y); missing cells are white."""
+"""Title, ordered values of x and of y, and the result by (x, y); missing cells are white."""
 
 
-def plot_heatmap(panels: Sequence[Panel], x: str, y: str, metric: str, path: Path) -> None:
-    """Plot heatmaps of a metric over two parameters.
+def plot_heatmap(panels: Sequence[Panel], x: str, y: str, shown: Figure, path: Path) -> None:
+    """Plot heatmaps of a result over two parameters; the first value of y is at the top.
 
     Args:
-        panels: At least one panel; each has its own colour scale.
+        panels: At least one panel; all have one colour scale.
         x: Label of the x-axis.
         y: Label of the y-axis.
-        metric: Metric of the cells; accuracies are shown in percent.
+        shown: Metric and statistic of the cells; accuracies are shown in percent.
         path: File to write; its suffix sets the format. The folder must exist.
     """
-    scale = 100 if is_share(metric) else 1
-    width, height = (max(len(panel[i]) for panel in panels) for i in (1, 2))
-    figure, places = _panels(len(panels), (2 + 0.8 * width, 1.5 + 0.6 * height), shared=False)
-    for axes, (title, columns, lines, cells) in zip(places, panels, strict=True):
-        values = np.array([[scale * cells.get((c, r), np.nan) for c in columns] for r in lines])
-        image = axes.imshow(values, cmap="viridis", aspect="auto", origin="lower")
-        middle = (np.nanmin(values) + np.nanmax(values)) / 2
+    scale = 100 if shown.percent else 1
+    tables = []
+    for _, columns, lines, cells in panels:
+        tables.append([[scale * cells.get((c, r), np.nan) for c in columns] for r in lines])
+    low, high = _colour_range(np.concatenate([np.ravel(table) for table in tables]), shown.percent)
+    n_columns, n_lines = (max(len(panel[i]) for panel in panels) for i in (1, 2))
+    size = (2 + 0.8 * n_columns, max(1.5 + 0.6 * n_lines, MIN_HEATMAP_INCHES))
+    canvas, places = _panels(len(panels), size, shared=False)
+    for axes, (title, columns, lines, _), values in zip(places, panels, tables, strict=True):
+        axes.imshow(values, cmap="viridis", aspect="auto", vmin=low, vmax=high)
         for (i, j), value in np.ndenumerate(values):
             if np.isfinite(value):
-                axes.text(
-                    j,
-                    i,
-                    f"{value:.3g}",
-                    ha="center",
-                    va="center",
-                    color="black" if value > middle else "white",
-                )
-        axes.set(xlabel=x, ylabel=y, xticks=range(len(columns)), yticks=range(len(lines)))
-        axes.set_title(fill(title, MAX_TITLE_LETTERS), fontsize="small")
+                colour = "black" if value > (low + high) / 2 else "white"
+                axes.text(j, i, f"{value:.3g}", ha="center", va="center", color=colour)
+        axes.set(xticks=range(len(columns)), yticks=range(len(lines)))
         axes.set(xticklabels=columns, yticklabels=lines)
+        axes.set_xlabel(_wrapped(x, size[0]))
+        axes.set_ylabel(_wrapped(y, size[1]))
+        axes.set_title(fill(title, MAX_TITLE_LETTERS), fontsize="small")
         if max(map(len, columns)) > MAX_UPRIGHT_LETTERS:
             axes.tick_params(axis="x", rotation=30)
-        figure.colorbar(image, ax=axes, label=best_label(metric) + (" %" if scale > 1 else ""))
-    figure.savefig(path)
+    header = shown.header(NO_NAMES, alone=False)
+    fraction = 0.15 / min(len(panels), 3)  # of the width of a panel, which is matplotlib's default
+    colours = places[0].images[0]
+    canvas.colorbar(colours, ax=places, label=_wrapped(header, size[1]), fraction=fraction)
+    canvas.savefig(path)
+
+
+def _colour_range(values: np.ndarray, percent: bool) -> tuple[float, float]:
+    """Return the smallest and the largest finite value; equal ones are set apart, within 100 %."""
+    finite = values[np.isfinite(values)]
+    low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
+    if low < high:
+        return low, high
+    return (max(low - 1, 0), min(high + 1, 100)) if percent else (low - 1, high + 1)
+
+
+def _wrapped(label: str, inches: float) -> str:
+    """Return the label of an axis with line breaks after its separators, so that none is cut off.
+
+    Args:
+        label: Names of parameters or metrics, such as "groups.attackers.client".
+        inches: Length of the axis.
+    """
+    lines = [""]
+    for part in re.split(r"(?<=[ ./,_])", label):
+        if lines[-1] and len(lines[-1] + part) > inches * LETTERS_PER_INCH:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 class Cloud(NamedTuple):
@@ -200,7 +233,7 @@ def plot_speedup(lines: SpeedupLines, slope: Slope, target: str, over: str, path
         over: Label of the x-axis.
         path: File to write. The folder must exist.
     """
-    figure = Figure(figsize=(7, 5), dpi=100, layout="constrained")
+    figure = Canvas(figsize=(7, 5), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for seed, line in lines.items():

@@ -24,7 +24,8 @@ from typing import TypeVar
 import pandas as pd
 
 from raysim.errors import ConfigError
-from raysim.metrics import is_share, lower_is_better
+from raysim.metrics import is_share
+from raysim.reports.analysis.aggregate import direction
 from raysim.reports.analysis.plots import Cloud
 from raysim.reports.grouping import grouped
 from raysim.reports.table_columns import as_markdown
@@ -82,12 +83,12 @@ def result_of_run(statistic: Statistic, metric: str) -> Callable[[TrackedRun], f
 
     Args:
         statistic: One of `tracked.STATISTICS`.
-        metric: Metric of the run's history. `lower_is_better` gives its direction.
+        metric: Metric of the run's history. `aggregate.direction` gives its direction.
 
     Returns:
         A function from a run to its result.
     """
-    return lambda run: run.value(statistic, lower_is_better(metric))
+    return lambda run: run.value(statistic, direction([run], metric))
 
 
 def effects(

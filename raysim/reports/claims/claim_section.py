@@ -26,7 +26,6 @@ from raysim.config.explain import checked_section, explain_validation_error
 from raysim.config.sections.base import Section
 from raysim.config.sections.storage import Tracking
 from raysim.errors import ConfigError
-from raysim.metrics import lower_is_better
 from raysim.reports import grouping
 from raysim.reports.analysis.targets import why_unreachable
 from raysim.reports.runs import RunSource
@@ -89,11 +88,6 @@ class ClaimSide(Section):
     statistic: Annotated[Any, AfterValidator(_statistic)] = "best"
     """Statistic over a run's rounds: `best`, `last`, `first`, `mean`, `last10` (mean of the last
     ten evaluations), or `{rounds_to: VALUE}`."""
-
-    @property
-    def lower(self) -> bool:
-        """True if smaller values of the metric are better."""
-        return lower_is_better(self.metric)
 
 
 class RightSide(ClaimSide):

@@ -19,6 +19,7 @@ import pandas as pd
 from raysim.errors import ConfigError
 from raysim.metrics import is_share
 from raysim.reports import grouping
+from raysim.reports.analysis.aggregate import direction
 from raysim.reports.analysis.comparisons import paired_difference
 from raysim.reports.claims.claim_section import Claim, ClaimSide, RoundsTo
 from raysim.reports.grouping import by_size
@@ -284,15 +285,16 @@ def _mean(spans: Sequence[Span]) -> Span:
 
 def _reached(run: TrackedRun, side: ClaimSide) -> Span:
     values = [value for _, value in run.history]
+    lower = direction([run], side.metric)
     if isinstance(side.statistic, RoundsTo):
-        arrival = run.arrival(side.statistic.rounds_to, side.lower)
+        arrival = run.arrival(side.statistic.rounds_to, lower)
         return (run.history[-1][0] + 1, math.inf) if arrival is None else (arrival, arrival)
     if side.statistic == "first":
         value = values[0]
     elif side.statistic == "mean":
         value = statistics.fmean(run.trained)
     else:
-        value = run.value(side.statistic, side.lower)
+        value = run.value(side.statistic, lower)
     return value, value
 
 
