@@ -13,6 +13,7 @@ class Alie(ClientRule):
     attacks = True
 
     def collude(self, uploads, others, cohort):
+        """Return what the attackers send instead of their updates; see `ClientRule.collude`."""
         own, benign = uploads["delta"], others["delta"]
         supporters = (len(own) + len(benign)) // 2 + 1 - len(own)
         z = NormalDist().inv_cdf((len(benign) - supporters) / len(benign))
