@@ -76,13 +76,16 @@ def shared_keys(section: str, before: str, name: str) -> set[str]:
     """
     if section == "model":
         return set()
-    annotation = SECTIONS_IN.get(section, Config).model_fields[section].annotation
-    keys: list[set[str]] = []
-    for kind in (before, name):
-        model = _model_of(annotation, {"name": kind})
-        is_users = ":" in kind  # a user's object has keys of its own
-        keys.append(set() if is_users or model is None else set(model.model_fields))
-    return keys[0] & keys[1]
+    return _section_keys(section, before) & _section_keys(section, name)
+
+
+def _section_keys(section: str, name: str) -> set[str]:
+    """Return the keys of a section; none for an unknown name, or for a user's object."""
+    for model in _section_models(section):
+        names = _key_names(model)
+        if ":" not in name and (not names or name in names):
+            return set(model.model_fields)
+    return set()
 
 
 def _section_models(section: str) -> list[type[Section]]:
