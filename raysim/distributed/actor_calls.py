@@ -39,9 +39,12 @@ from itertools import islice
 from typing import Any, cast
 
 import ray
+import torch
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
+
+from raysim.errors import RaysimError
 
 _SIZES = struct.Struct("<QQ")
 """What precedes a message: the size of its index and of all of it, in bytes."""
@@ -52,8 +55,11 @@ MAX_PARTS_SENT_AT_ONCE = 512
 Parts = list[Any]
 """A serialized value: bytes, and the memory of its arrays."""
 
-DEATH_NOTICE_S = 30.0
+DEATH_NOTICE_S = 5.0
 """Time that Ray has to tell why an actor died whose socket is closed, in seconds."""
+
+ALIGNMENT_BYTES = 64
+"""Every part of a message starts at a multiple of this, like memory that torch allocates."""
 
 
 class _Call:
@@ -183,6 +189,7 @@ class Actor:
         """Close the socket, if there is one; the actor then answers calls through Ray again."""
         if self._link is not None:
             self._link.close()
+            self._link = None
 
 
 def _accepted(listener: socket.socket, serving: ObjectRef[Any], timeout: float) -> socket.socket:
@@ -197,6 +204,7 @@ def _accepted(listener: socket.socket, serving: ObjectRef[Any], timeout: float) 
             connection.close()
         if ray.wait([serving], timeout=0)[0]:
             ray.get(serving)
+            raise ActorDiedError()
         if time.monotonic() > deadline:
             raise GetTimeoutError(f"an actor has not connected for {timeout:g} s")
 
@@ -255,14 +263,9 @@ class _Link:
 
     def flush(self) -> None:
         """Send what can be sent now."""
-        while self._unsent and self._unsent[0].can_be_sent:
-            call = self._unsent.popleft()
-            try:
-                self._outgoing.extend(call.message())
-                self._sent.append(call)
-            except RayError as error:
-                call.end([], error)
         try:
+            while self._unsent and self._unsent[0].can_be_sent:
+                self._pass_on(self._unsent.popleft())
             while self._outgoing and self._is_open:
                 _send_some(self.socket, self._outgoing)
         except BlockingIOError:
@@ -272,6 +275,19 @@ class _Link:
         except BaseException:  # a signal: how much has been sent is not known
             self.close()
             raise
+
+    def _pass_on(self, call: _Call) -> None:
+        """Add a call to what is outgoing; it fails if a call has failed whose result it needs."""
+        try:
+            message = call.message()
+        except RayError as error:
+            # As Ray reports a lost argument, not as the death of this actor.
+            if not isinstance(error, RayTaskError):
+                error = RayTaskError(call.method, str(error), error)
+            call.end([], error)
+            return
+        self._sent.append(call)
+        self._outgoing.extend(message)
 
     def receive(self) -> None:
         """Take in what has arrived."""
@@ -291,9 +307,7 @@ class _Link:
 
     def close(self, error: RayError | None = None) -> None:
         """Close the socket; calls without an answer fail with `error`."""
-        self._is_open = False
-        self.socket.close()
-        self._outgoing.clear()
+        self._shut()
         calls = [*self._sent, *self._unsent]
         self._sent.clear()
         self._unsent.clear()
@@ -302,12 +316,21 @@ class _Link:
 
     def _fail(self) -> None:
         """Close the socket, and let calls fail with the reason for which the actor died."""
+        self._shut()
         error = None
         try:
             ray.get(self._serving, timeout=DEATH_NOTICE_S)
+        except GetTimeoutError:
+            pass
         except RayError as why:
             error = why
         self.close(error)
+
+    def _shut(self) -> None:
+        """Close the socket; an actor that is alive then stops to serve it."""
+        self._is_open = False
+        self.socket.close()
+        self._outgoing.clear()
 
 
 def wait(
@@ -405,7 +428,13 @@ def _answer(actor: Any, head: Parts, *needed: Parts) -> list[Parts]:
         results = result if hasattr(bound, "__ray_num_returns__") else (result,)
         return [_serialized(value) for value in (None, *results)]
     except Exception as error:
-        return [_serialized(RayTaskError(method, traceback.format_exc(), error))]
+        text = traceback.format_exc()
+        parts = _serialized(RayTaskError(method, text, error))
+        try:
+            _value(parts)
+        except Exception:  # an exception whose arguments are not those of its `__init__`
+            parts = _serialized(RayTaskError(method, text, RaysimError(text)))
+        return [parts]
 
 
 # Messages.
@@ -427,9 +456,12 @@ def _value(parts: Parts) -> Any:
 def _message(values: list[Parts]) -> Parts:
     """Return the message with serialized values, in parts."""
     index = pickle.dumps([[len(part) for part in value] for value in values])
-    parts = [part for value in values for part in value]
-    size = len(index) + sum(map(len, parts))
-    return [memoryview(part) for part in (_SIZES.pack(len(index), size) + index, *parts) if part]
+    body = [index]
+    size = len(index)
+    for part in (part for value in values for part in value):
+        body += [bytes(-size % ALIGNMENT_BYTES), part]
+        size += len(body[-2]) + len(part)
+    return [memoryview(part) for part in (_SIZES.pack(len(index), size), *body) if part]
 
 
 def _send_some(connection: socket.socket, outgoing: deque[memoryview]) -> None:
@@ -469,8 +501,9 @@ class _Incoming:
             return None
         self._filled = 0
         if self._body is None:
-            # New memory for each message: its arrays may be used for long.
-            self._body = memoryview(bytearray(_SIZES.unpack(self._sizes)[1]))
+            # New memory for each message: its arrays may be used for long. torch aligns it.
+            size = _SIZES.unpack(self._sizes)[1]
+            self._body = memoryview(cast(Any, torch.empty(size, dtype=torch.uint8).numpy()))
             return None
         self._body = None
         end = _SIZES.unpack(self._sizes)[0]
@@ -478,6 +511,7 @@ class _Incoming:
         for sizes in pickle.loads(target[:end]):
             parts = []
             for size in sizes:
+                end += -end % ALIGNMENT_BYTES
                 parts.append(target[end : end + size])
                 end += size
             values.append(parts)

@@ -253,10 +253,13 @@ class Monitor:
     def idle_s(self, address: Address) -> float:
         """Return how long a process has reported no work, in seconds, up to its last heartbeat.
 
+        It is 0 for a process that is silent: what that one does is not known, until it has failed.
+
         Args:
             address: address of its heartbeats, as `add` returned it.
         """
-        return self._heard[address].idle_s
+        heard = self._heard[address]
+        return heard.idle_s if heard.silent_s < 3 * self.interval_s else 0.0
 
     def process(self, address: Address) -> tuple[str, Process] | None:
         """Return a process and the id of its node; None before its first heartbeat.

@@ -48,6 +48,10 @@ MAX_SHARED_BUFFER_BYTES = 64 * 2**20
 """Largest size of a shared buffer. In a run with larger messages, calls go through Ray."""
 
 
+CONNECT_TIMEOUT_S = 60.0
+"""Longest time that an actor has to connect to the driver's socket, in seconds."""
+
+
 @dataclass
 class Worker:
     """ClientActor that is ready for work."""
@@ -138,7 +142,7 @@ class WorkerPool:
         # An asynchronous run has several versions and rounds in flight at a time.
         if isinstance(plan.config.schedule, Sync) and used_nodes == {self.home}:
             self._create_shared_buffers(plan)
-            self._open_local(self.server)
+            self._open_local(self.server, first=True)
         self._await_workers(self.supervisor.start_timeout_s)
         if plan.evaluates and resources.server_share:
             self.eval = self._start_evaluator()
@@ -393,8 +397,10 @@ class WorkerPool:
         except OSError as error:
             self.log(f"no shared memory ({error}); the object store is used instead")
 
-    def _open_local(self, actor: Actor) -> None:
+    def _open_local(self, actor: Actor, first: bool = False) -> None:
         """Open all shared buffers in `actor`, and call it over a socket from now on.
+
+        If the `first` actor cannot be reached over one, calls of all actors go through Ray.
 
         Do nothing in a run without shared buffers. If they are too small for some messages, calls
         go through Ray, whose object store takes these past the driver.
@@ -405,8 +411,14 @@ class WorkerPool:
             self.supervisor.wait(opened, "an actor to open the shared memory", actor)
         if self.uses_sockets:
             try:
-                actor.connect(self.timeout)
-            except RayError as error:
+                actor.connect(min(self.timeout, CONNECT_TIMEOUT_S))
+            except (RayError, OSError) as error:
+                if first:
+                    self.log(f"no sockets ({first_line(error)}); calls go through Ray instead")
+                    self.uses_sockets = False
+                    return
+                if isinstance(error, OSError):
+                    raise
                 raise translated(error, "an actor that connects to the driver") from None
 
     def share_states(
@@ -427,6 +439,8 @@ class WorkerPool:
             return blocks, None
         name = states_of(f"the driver for client {number}")
         self._make_state_buffers(number, name, tasks)
+        if name not in self.shared_buffers:
+            return blocks, None
         tasks, place = move_states(tasks, name, self.shared_buffers[name])
         remaining = iter(tasks)
         sent = [replace(block, tasks=list(islice(remaining, len(block.tasks)))) for block in blocks]
@@ -437,18 +451,21 @@ class WorkerPool:
 
         How large a state is shows when the first clients have returned theirs.
         """
-        size = sum(
-            array.nbytes + ALIGNMENT_BYTES
-            for task in tasks
-            for array in (task.client_state or {}).values()
-        )
+        states = [task.client_state for task in tasks if task.client_state is not None]
+        arrays = [array for state in states for array in state.values()]
+        size = sum(array.nbytes + ALIGNMENT_BYTES for array in arrays)
         buffer = self.shared_buffers.get(name)
         if size > MAX_SHARED_BUFFER_BYTES or (buffer is not None and buffer.size >= size):
             return
-        made = {n: SharedBuffer.new(size) for n in (name, states_of(f"client {number}"))}
+        try:
+            made = {n: SharedBuffer.new(size) for n in (name, states_of(f"client {number}"))}
+        except OSError as error:
+            self.log(f"no shared memory for what clients keep ({error}); it is sent as it is")
+            return
         self.shared_buffers |= made
-        paths = {n: buffer.path for n, buffer in made.items()}
-        self.workers[number].actor.call("open_shared_buffers", paths)
+        actor = self.workers[number].actor
+        (opened,) = actor.call("open_shared_buffers", {n: made[n].path for n in made})
+        self.supervisor.wait(opened, "an actor to open the shared memory", actor)
 
     # Replacing the server and the evaluator.
 

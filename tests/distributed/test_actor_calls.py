@@ -14,7 +14,7 @@ from raysim.errors import ConfigError
 
 pytestmark = pytest.mark.ray
 
-BIG = 3_000_000
+BIG = 3_000_001
 """Bytes of an array that no socket takes at once."""
 
 
@@ -53,6 +53,13 @@ def actors(local_ray):
         def divide(self) -> float:
             return 1 / 0
 
+        def fail_strangely(self) -> None:
+            class Strange(Exception):
+                def __init__(self, a: int, b: int) -> None:
+                    super().__init__(f"{a} and {b}")
+
+            raise Strange(1, 2)
+
     made = [
         actor_calls.Actor(ray.remote(Counter).options(num_cpus=0).remote(), Counter)
         for _ in range(3)
@@ -86,7 +93,7 @@ def test_an_actor_gets_the_values_of_results_in_the_order_of_its_calls(actors):
     """The second call could be sent at once; the first has to wait for another actor."""
     from raysim.distributed.actor_calls import get, wait
 
-    array = np.arange(BIG // 8, dtype=np.float64)
+    array = np.arange(400_000, dtype=np.float64)
     (slow,) = actors[0].call("double", array, 0.3)
     (needs_it,) = actors[1].call("double", slow)
     (counted,) = actors[1].call("count", "later")
@@ -105,6 +112,7 @@ def test_large_messages_in_both_directions_do_not_block_each_other(actors):
     assert len(wait(replies, num_returns=6, timeout=60)[0]) == 6
     for array, reply in zip(arrays, replies, strict=True):
         np.testing.assert_array_equal(get(reply), array * 2)
+        assert get(reply).ctypes.data % 64 == 0, "a product of unaligned memory may have other bits"
 
 
 def test_errors_are_those_of_the_method_and_the_actor_goes_on(actors):
@@ -115,6 +123,8 @@ def test_errors_are_those_of_the_method_and_the_actor_goes_on(actors):
     assert isinstance(error.value.cause, ConfigError)
     with pytest.raises(RayTaskError, match=r"(?s)in divide.*ZeroDivisionError"):
         result(actors[0], "divide")
+    with pytest.raises(RayTaskError, match="1 and 2"):  # which cannot be unpickled
+        result(actors[0], "fail_strangely")
     (failed,) = actors[0].call("fail")
     with pytest.raises(RayTaskError) as error:  # of a call that needs the result
         result(actors[1], "count", failed)
@@ -123,7 +133,7 @@ def test_errors_are_those_of_the_method_and_the_actor_goes_on(actors):
 
 
 def test_calls_of_a_dead_actor_fail_with_the_reason(actors):
-    from ray.exceptions import RayActorError
+    from ray.exceptions import RayActorError, RayTaskError
 
     from raysim.distributed.actor_calls import get, wait
 
@@ -137,6 +147,10 @@ def test_calls_of_a_dead_actor_fail_with_the_reason(actors):
     for reply in (slow, queued, *doomed.call("pid")):
         with pytest.raises(RayActorError, match="died"):
             get(reply, 60)
+    # To an actor that needs the result it is a lost argument, and not its own death.
+    with pytest.raises(RayTaskError) as error:
+        result(actors[1], "count", slow)
+    assert isinstance(error.value.cause, RayActorError)
 
 
 def test_a_wait_ends_at_its_limit(actors):
@@ -185,3 +199,26 @@ def test_a_call_does_not_keep_the_calls_whose_results_it_needed(actors):
     assert wait([reply], timeout=60)[0]
     gc.collect()
     assert first() is None
+
+
+def test_states_that_shared_memory_does_not_hold_are_sent_as_they_are(monkeypatch):
+    """The limit of a buffer, or no memory for another one: the blocks keep their states."""
+    from raysim.distributed import worker_pool
+    from raysim.distributed.shared_memory import SharedBuffer
+    from raysim.training.messages import Block, ClientTask
+
+    said: list[str] = []
+    pool = worker_pool.WorkerPool(said.append)
+    pool.shared_buffers = {"server": SharedBuffer.new(100)}
+    state = {"c": np.zeros(1000)}
+    blocks = [Block(0, [ClientTask(3, 0, 0, 1.0, 1, client_state=state)])]
+    monkeypatch.setattr(worker_pool, "MAX_SHARED_BUFFER_BYTES", 7000)
+    assert pool.share_states(0, blocks) == (blocks, None) and not said
+    monkeypatch.undo()
+
+    def full(size: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(SharedBuffer, "new", full)
+    assert pool.share_states(0, blocks) == (blocks, None)
+    assert "no space left" in said[0]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.processes import basic, timeless
+from support.processes import basic, pid_of, timeless
 from support.programs import program
 
 import raysim
@@ -105,6 +105,27 @@ def test_actors_that_hang_are_replaced(uri, tmp_path, monkeypatch, caplog):
         re.search(rf"the ServerActor on node \S+ has failed: {HUNG}", server)
         and "ClientActor" not in server
     )
+
+
+class ServerDies(Hanging):
+    """The executor over Ray, whose server is killed."""
+
+    def stop(self, kind: str) -> None:
+        os.kill(pid_of(self, self.pool.server), signal.SIGKILL)
+
+
+def test_a_server_that_dies_is_no_death_of_the_workers(uri, tmp_path, monkeypatch):
+    """Nothing but the training waits for the server in a round without an evaluation."""
+    config = basic(tmp_path, uri) | {"rounds": 6, "evaluate": {"every": 0}, "algorithm": "fedavg"}
+    whole = raysim.run({**config, "run_dir": f"{config['run_dir']}-inline"})
+    monkeypatch.setattr(ServerDies, "victims", {3: "server"}, raising=False)
+    monkeypatch.setattr(experiment, "choose", lambda plan, log: ServerDies(log))
+    resources = {"executor": "ray", "actors": 2, "cpus": 0.5}
+    messages: list[str] = []
+    done = experiment.execute(prepare({**config, "resources": resources}), log=messages.append)
+    assert done.digest == whole.digest and messages == []
+    last = done.history[-1]
+    assert (last["system/actors_failed"], last["system/server_restarts"]) == (0, 1)
 
 
 SLOW = program("hangs_slow")
