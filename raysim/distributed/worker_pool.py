@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, cast
@@ -465,7 +466,8 @@ class WorkerPool:
         self.shared_buffers |= made
         actor = self.workers[number].actor
         (opened,) = actor.call("open_shared_buffers", {n: made[n].path for n in made})
-        self.supervisor.wait(opened, "an actor to open the shared memory", actor)
+        with suppress(ActorDied):  # of this worker: then its next call fails too
+            self.supervisor.wait(opened, "an actor to open the shared memory", actor)
 
     # Replacing the server and the evaluator.
 

@@ -210,6 +210,8 @@ def last_and_best(
 ) -> dict[str, dict[str, float]]:
     """Return the last and the best finite value of each metric that has a direction.
 
+    Values of the untrained model, of round 0, count for metrics that have no others.
+
     Args:
         history: records of the rounds, in order.
         best_by: the metric that selects the best model, with its direction, which is reported too;
@@ -224,8 +226,9 @@ def last_and_best(
     if best_by is not None:
         selects[best_by.metric] = min if best_by.mode == "min" else max
     for name, best in selects.items():
-        logged = [record[name] for record in records if name in record]
-        if values := [value for value in logged if np.isfinite(value)]:
+        logged = [(record["round"], record[name]) for record in records if name in record]
+        finite = [(t, value) for t, value in logged if np.isfinite(value)]
+        if values := [value for t, value in finite if t > 0] or [value for _, value in finite]:
             summary[name] = {"last": values[-1], "best": best(values)}
     return summary
 

@@ -253,10 +253,10 @@ class StalkedPool(ChaoticPool):
                 assert self.kill(actor)
         return actor
 
-    def _open_local(self, actor: Any) -> None:
+    def _open_local(self, actor: Any, first: bool = False) -> None:
         if self.begun and self.late and self.done and self.kill(actor):
             self.late = False
-        super()._open_local(actor)
+        super()._open_local(actor, first)
 
 
 class Stalked(RayExecutor):
