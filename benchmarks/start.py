@@ -70,6 +70,12 @@ import raysim
 raysim.run("quickstart", rounds=1, tracking=False, resources={{"actors": {CPU_COUNT}}})
 """
 
+SHORT_RUNS_IN_TURN = """
+import raysim
+for seed in range(48):
+    raysim.run("quickstart", rounds=10, seed=seed, tracking=False, resources={"executor": "inline"})
+"""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -114,6 +120,11 @@ RAYSIM = [
     Line("`raysim run quickstart --dry-run`", (*COMMAND, "run", "quickstart", "--dry-run")),
     Line("`raysim run quickstart`, inline, 20 rounds", (*COMMAND, "run", "quickstart", *INLINE)),
     Line("the same as `raysim.run(tracking=False)`", ("-c", WITHOUT_TRACKING)),
+    Line("48 inline runs of 10 rounds in turn, not tracked", ("-c", SHORT_RUNS_IN_TURN)),
+    Line(
+        "a sweep of the same runs, tracked",
+        (*COMMAND, "sweep", "quickstart", "resources.executor=inline", "rounds=10", "seed=0..47"),
+    ),
     Line(f"one round on {CPU_COUNT} Ray actors", ("-c", FIRST_ROUND_ON_RAY)),
 ]
 

@@ -9,6 +9,7 @@ Run: raysim run quickstart algorithm=median
 from dataclasses import dataclass
 
 from raysim.algorithms.fedavg import FedAvgClient
+from raysim.numerics import median_of_coordinates
 from raysim.rules import Algorithm, ServerRule
 
 
@@ -23,7 +24,7 @@ class MedianServer(ServerRule):
         return {"delta": "per_client"}
 
     def update(self, state, reports):
-        middle = reports.per_client("delta").quantile(0.5, dim=0)
+        middle = median_of_coordinates(reports.per_client("delta"))
         return {"x": state["x"] - self.lr * middle}
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 from pydantic import Field
 
 from raysim.algorithms.fedavg import FedAvgClient
+from raysim.numerics import sort_coordinates
 from raysim.rules import Algorithm, ServerRule
 
 
@@ -31,7 +32,7 @@ class TrimmedMeanServer(ServerRule):
         return {"delta": "per_client"}
 
     def update(self, state, reports):
-        in_order = reports.per_client("delta").sort(dim=0).values
+        in_order = sort_coordinates(reports.per_client("delta"))
         cut = min(round(self.beta * len(in_order)), (len(in_order) - 1) // 2)
         return {"x": state["x"] - self.lr * in_order[cut : len(in_order) - cut].mean(0)}
 

@@ -1,6 +1,7 @@
 """Order-independent sums, inner products, and the QPs and gradient memory of GradMA."""
 
 from raysim.numerics.closed_form_qp import project3
+from raysim.numerics.coordinates import median_of_coordinates, sort_coordinates
 from raysim.numerics.fixed_point import NonFiniteError, combine, fixed_sum, to_float
 from raysim.numerics.gradient_memory import (
     admit,
@@ -32,6 +33,7 @@ __all__ = [
     "dot",
     "fixed_sum",
     "gram",
+    "median_of_coordinates",
     "memory_bytes",
     "memory_init",
     "norm",
@@ -41,6 +43,7 @@ __all__ = [
     "project_on_memory",
     "remember",
     "solve_dual",
+    "sort_coordinates",
     "to_float",
     "use_threads",
     "weighted_sum",

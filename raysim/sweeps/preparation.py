@@ -29,8 +29,8 @@ from raysim.reports.claims.claim_section import Claim, check_sides, read_claims
 from raysim.rules.methods import registry
 from raysim.sweeps import reading, search_space
 from raysim.sweeps.definition import Sweep, Trial
+from raysim.sweeps.early_stopping import EarlyStopping
 from raysim.sweeps.reading import Source, SweepSettings, SweepSpec, trial_error
-from raysim.sweeps.trial_stopping import EarlyStopping
 from raysim.tracking.recorder import flatten_parameters
 
 logger = logging.getLogger("raysim")

@@ -17,8 +17,8 @@ from raysim.errors import ConfigError
 from raysim.prepare.early_validation import ShippedMethods
 from raysim.spelling import did_you_mean
 from raysim.sweeps import search_space
+from raysim.sweeps.early_stopping import EarlyStopping
 from raysim.sweeps.search_space import Axis, Draw, as_text
-from raysim.sweeps.trial_stopping import EarlyStopping
 
 Source = str | Path | Mapping[str, Any]
 """Configuration file, name of a shipped one, or mapping."""

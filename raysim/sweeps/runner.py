@@ -1,7 +1,7 @@
 """Run a sweep: the trials that are missing, and a run of its own in the tracking store.
 
 A trial writes its records to the spool in its folder. This process alone writes to the tracking
-store. `ray_tune` runs the trials in parallel.
+store. `trials` runs them in parallel.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from raysim.runs.result import best_values
 from raysim.sweeps import summary
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
 from raysim.sweeps.preparation import prepare_sweep
-from raysim.sweeps.ray_tune import ray_with_resources, run_on_tune
 from raysim.sweeps.summary import SweepResult
 from raysim.sweeps.sweep_ledger import SweepLedger
-from raysim.sweeps.trial import labels_of
+from raysim.sweeps.trials import local_processes, ray_tune
+from raysim.sweeps.trials.trial import labels_of
 from raysim.system import files, output, processes
 from raysim.system.signals import stoppable
 from raysim.tracking.mlflow_process import connection
@@ -36,6 +36,9 @@ from raysim.tracking.spool_sender import Writer
 from raysim.tracking.tracker import Tracker
 
 logger = logging.getLogger("raysim")
+
+RunAll = Callable[[str, WatchCallback], list[tuple[Trial, str]]]
+"""Runs the missing trials, from the id of the sweep's run and a watch; returns the failed ones."""
 
 
 def sweep(
@@ -115,13 +118,13 @@ def run_sweep(
     missing = [
         trial for trial in sweep.trials if trial.folder not in taken and not sweep.done(trial)
     ]
-    with stoppable(), _lock_trials(sweep.folder), ray_with_resources(missing):
+    with stoppable(), _lock_trials(sweep.folder), _processes(sweep, missing, parallel) as run_all:
         parent = Tracker(sweep.tracking, sweep.folder)
         status: Any = "FAILED"
         try:
             _start_parent(parent, sweep)
             with processes.at_last(lambda why: _give_up(parent, why)):
-                outcome = _run_trials(sweep, missing, parallel, watch, ledger, parent)
+                outcome = _run_trials(sweep, missing, run_all, watch, ledger, parent)
             _log_summary(parent, outcome)
             status = "FAILED" if outcome.failed else "FINISHED"
         except KeyboardInterrupt:
@@ -131,6 +134,23 @@ def run_sweep(
             parent.finish(status)
     outcome.seconds = time.monotonic() - began
     return outcome
+
+
+@contextlib.contextmanager
+def _processes(sweep: Sweep, missing: list[Trial], parallel: int | None) -> Iterator[RunAll]:
+    """Start what the missing trials run on: processes of this machine, or Ray."""
+    if not missing:
+        yield lambda parent, watch: []
+    elif local_processes.suffices(missing):
+        with contextlib.closing(
+            local_processes.LocalProcesses(sweep.folder, missing, parallel)
+        ) as here:
+            yield lambda parent, watch: here.run(sweep, missing, parent, watch)
+    else:
+        with ray_tune.ray_with_resources(missing):
+            yield lambda parent, watch: ray_tune.run_on_tune(
+                sweep, missing, parent, parallel, watch
+            )
 
 
 def _give_up(parent: Tracker, why: str) -> None:
@@ -157,7 +177,7 @@ def _start_parent(parent: Tracker, sweep: Sweep) -> None:
 def _run_trials(
     sweep: Sweep,
     missing: list[Trial],
-    parallel: int | None,
+    run_all: RunAll,
     watch: WatchCallback,
     ledger: SweepLedger | None,
     parent: Tracker,
@@ -173,8 +193,7 @@ def _run_trials(
     from_ledger = len(ledger.taken) if ledger else None
     outcome = SweepResult(sweep, parent.run_id, len(sweep.trials) - len(missing), from_ledger)
     with _forwarding(sweep, parent.run_id):
-        if missing:
-            outcome.failed = run_on_tune(sweep, missing, parent.run_id, parallel, watch)
+        outcome.failed = run_all(parent.run_id, watch)
     if ledger:
         ledger.add_ended(sweep)
     return outcome

@@ -23,7 +23,7 @@ from raysim.runs.provenance import versions
 from raysim.runs.result import best_figures, last_and_best, write_history
 from raysim.runs.run_dir import HISTORY_FILE, without_secrets
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
-from raysim.sweeps.trial import labels_of
+from raysim.sweeps.trials.trial import labels_of
 from raysim.system import files
 from raysim.tracking.recorder import Recorder
 from raysim.tracking.spool import Tail

@@ -27,8 +27,8 @@ from raysim.engine.state.checkpoint import available_checkpoints
 from raysim.errors import ConfigError, RaysimError
 from raysim.metrics import find_metric
 from raysim.prepare.resolve import resolve_plan
+from raysim.sweeps.early_stopping import EarlyStopping
 from raysim.sweeps.preparation import prepare_sweep
-from raysim.sweeps.trial_stopping import EarlyStopping
 
 FEATURES, LABELS, COLUMNS, VOCABULARY, T = 6, 4, 3, 9, 5
 SIZES = [7, 3, 12, 1, 5, 8, 2, 6, 4, 9, 3, 5]

@@ -1,9 +1,11 @@
 """Shared by the tests of sweeps: a run of a second, files of it, the values of trials, and sweeps
-without Ray."""
+in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,8 @@ import yaml
 
 from raysim.config.tracking_uri import absolute_uri
 from raysim.sweeps import runner
-from raysim.sweeps import trial as one
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
-from raysim.system.signals import stoppable
+from raysim.sweeps.trials import trial as one
 from support.configurations import IID_MLP
 
 SMALL = {
@@ -34,7 +35,7 @@ def values(planned: Sweep) -> list[dict[str, Any]]:
 
 
 def trained_in_this_process(patch: Callable[[Any, str, Any], None]) -> list[Trial]:
-    """Let sweeps train their trials in this process, one after the other, without Ray and Tune.
+    """Let sweeps train their trials in this process, one after the other.
 
     Args:
         patch: `monkeypatch.setattr`.
@@ -44,8 +45,14 @@ def trained_in_this_process(patch: Callable[[Any, str, Any], None]) -> list[Tria
     """
     started: list[Trial] = []
 
+    @contextmanager
+    def processes(
+        sweep: Sweep, missing: list[Trial], parallel: int | None
+    ) -> Iterator[runner.RunAll]:
+        yield partial(in_turn, sweep, missing)
+
     def in_turn(
-        sweep: Sweep, missing: list[Trial], parent: str, parallel: int | None, watch: WatchCallback
+        sweep: Sweep, missing: list[Trial], parent: str, watch: WatchCallback
     ) -> list[tuple[Trial, str]]:
         failed: list[tuple[Trial, str]] = []
         uri = absolute_uri(sweep.tracking.uri)
@@ -58,6 +65,5 @@ def trained_in_this_process(patch: Callable[[Any, str, Any], None]) -> list[Tria
                 failed.append((trial, error))
         return failed
 
-    patch(runner, "run_on_tune", in_turn)
-    patch(runner, "ray_with_resources", lambda missing: stoppable())
+    patch(runner, "_processes", processes)
     return started

@@ -4,6 +4,7 @@ can go on to the bit, and trials that fail are tried again."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from raysim.errors import RaysimError
 from raysim.prepare import resolve
 from raysim.runs import run as experiment
 from raysim.sweeps.definition import Trial
+from raysim.sweeps.early_stopping import WORST_VALUE, EarlyStopping, RungTracker
 from raysim.sweeps.preparation import prepare_sweep
 from raysim.sweeps.runner import run_sweep
 from raysim.sweeps.summary import SweepResult
-from raysim.sweeps.trial_stopping import WORST_VALUE, EarlyStopping, RungTracker
 from raysim.tracking import mlflow_client
 
 URI = "sqlite:///mlflow.db"
@@ -54,11 +55,19 @@ class Flaky(ClientRule):
 """
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+@pytest.fixture(scope="module", params=["here", pytest.param("ray", marks=pytest.mark.ray)])
+def place(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """The folder of the sweeps, whose trials are processes of this machine, or on Ray Tune."""
     folder, before = tmp_path_factory.mktemp("stopping"), os.getcwd()
     os.chdir(folder)
-    yield folder
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "ray":
+            request.getfixturevalue("local_ray")
+        elif "ray" in sys.modules:  # another test may have started it
+            patch.setattr(sys.modules["ray"], "is_initialized", lambda: False)
+        yield folder
     os.chdir(before)
 
 
@@ -89,7 +98,7 @@ def halved(
 
 
 @pytest.fixture(scope="module")
-def halving(place: Path, local_ray: None) -> SweepResult:
+def halving(place: Path) -> SweepResult:
     """Six step sizes, one trial at a time, so that their order is known."""
     return run_sweep(
         prepare_sweep({**LONGER, "sweep": {"local.lr": LRS, "early_stopping": STOPPING}}),
@@ -97,7 +106,6 @@ def halving(place: Path, local_ray: None) -> SweepResult:
     )
 
 
-@pytest.mark.ray
 def test_asha_stops_whom_it_must_and_says_so(halving: SweepResult, tmp_path: Path):
     full = [alone(trial, tmp_path) for trial in halving.sweep.trials]
     ends = halved([{int(r["round"]): r["loss"] for r in run.history} for run in full], [2, 4, 8], 2)
@@ -139,7 +147,6 @@ def test_asha_stops_whom_it_must_and_says_so(halving: SweepResult, tmp_path: Pat
     assert halving.table.count("1 stopped early") == 6 - ends.count(None)
 
 
-@pytest.mark.ray
 def test_a_stopped_trial_counts_as_done_and_a_larger_sweep_knows_what_was_reached(
     halving: SweepResult,
 ):
@@ -154,7 +161,6 @@ def test_a_stopped_trial_counts_as_done_and_a_larger_sweep_knows_what_was_reache
     ] == 1e-4
 
 
-@pytest.mark.ray
 def test_a_stopped_trial_goes_on_to_the_bit(halving: SweepResult, tmp_path: Path):
     """By hand, and in a sweep that stops nobody."""
     (first, _), *others = halving.stopped
@@ -176,8 +182,7 @@ def test_a_stopped_trial_goes_on_to_the_bit(halving: SweepResult, tmp_path: Path
         assert found.info.status == "FINISHED" and found.data.tags["stopped_early"] == ""
 
 
-@pytest.mark.ray
-def test_trials_that_fail_are_tried_again(place: Path, local_ray: None):
+def test_trials_that_fail_are_tried_again(place: Path):
     """After an exception and after the process's death, from where they were; not more often than
     asked for."""
     (place / "marks").mkdir()

@@ -29,7 +29,7 @@ from raysim.sweeps.preparation import prepare_sweep
 from raysim.sweeps.runner import run_sweep
 from raysim.sweeps.summary import SweepResult
 from raysim.sweeps.sweep_ledger import SweepLedger
-from raysim.sweeps.trial import train_trial
+from raysim.sweeps.trials.trial import train_trial
 
 LEDGER = "rows.jsonl"
 SWEPT = {**SMALL, "rounds": 4, "sweep": {"local.lr": [0.05, 0.1], "seed": "0..1"}}

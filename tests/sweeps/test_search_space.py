@@ -16,8 +16,9 @@ from raysim import cli
 from raysim.errors import ConfigError
 from raysim.models.checks import against_pytorch
 from raysim.prepare import resolve, workload
-from raysim.sweeps import preparation, ray_tune, runner, search_space
+from raysim.sweeps import preparation, runner, search_space
 from raysim.sweeps.preparation import prepare_sweep
+from raysim.sweeps.trials import ray_tune
 
 # -- the grid --------------------------------------------------------------------------------------
 

@@ -30,12 +30,12 @@ from raysim.errors import RaysimError
 from raysim.prepare import resolve
 from raysim.runs import run as experiment
 from raysim.sweeps import runner
-from raysim.sweeps import trial as one
 from raysim.sweeps.definition import Trial
 from raysim.sweeps.preparation import prepare_sweep
 from raysim.sweeps.runner import run_sweep
 from raysim.sweeps.search_space import as_text
 from raysim.sweeps.summary import SweepResult
+from raysim.sweeps.trials import trial as one
 from raysim.tracking import mlflow_client
 from raysim.tracking import spool_sender as tracking
 from raysim.tracking.recorder import Recorder

@@ -24,9 +24,9 @@ from raysim.errors import RaysimError
 from raysim.prepare import resolve
 from raysim.runs import run as experiment
 from raysim.sweeps.definition import Trial
+from raysim.sweeps.early_stopping import EarlyStopping, RungTracker
 from raysim.sweeps.preparation import load_once
 from raysim.sweeps.search_space import as_text
-from raysim.sweeps.trial_stopping import EarlyStopping, RungTracker
 from raysim.system import files, lock
 from raysim.tracking.recorder import Recorder
 

@@ -1,12 +1,14 @@
-"""Early stopping of a sweep: its settings, and the rungs at which its trials are judged."""
+"""Early stopping of a sweep: its settings, the rungs of a trial, and who is stopped there."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from pydantic import Field
 
 from raysim.config.schema import Config
@@ -125,3 +127,42 @@ class RungTracker:
         while self.left and self.left[0] <= t:
             reached = self.left.popleft()
         return {"rung": reached, "value": value if math.isfinite(value) else self.worst}
+
+
+class Halving:
+    """Decisions of a sweep's early stopping, by what its trials have reached so far.
+
+    Args:
+        stopping: the settings, with a metric.
+    """
+
+    def __init__(self, stopping: EarlyStopping):
+        self.stopping = stopping
+        self.reached: dict[float, dict[Path, float]] = defaultdict(dict)
+        """Values by rung and by the folder of the trial."""
+
+    def judge(self, trial: Path, figures: Mapping[str, float]) -> str:
+        """Keep what a trial has reached at a rung, and decide whether it goes on.
+
+        Args:
+            trial: folder of the trial.
+            figures: its `round`, and what `RungTracker.climb` returned.
+
+        Returns:
+            The reason to stop the trial; "" if it goes on, or was judged at this rung before.
+        """
+        rung, value = figures["rung"], figures["value"]
+        others = self.reached[rung]
+        if trial in others:
+            return ""
+        best = 1 / self.stopping.reduction_factor
+        among_best = True  # the first trial at a rung always goes on
+        if others and self.stopping.lower:
+            among_best = value <= np.quantile(list(others.values()), best)
+        elif others:
+            among_best = value >= np.quantile(list(others.values()), 1 - best)
+        others[trial] = value
+        if among_best and rung != self.stopping.max_rounds:
+            return ""
+        shown = f"{value:.4g}" if abs(value) < WORST_VALUE else "not finite"
+        return f"round {figures['round']:g}: {self.stopping.metric} {shown}"

@@ -1,4 +1,4 @@
-"""Trials of a sweep on Ray Tune: their resources and processes, progress, early stopping, retries.
+"""Trials of a sweep on Ray Tune: their resources and processes, progress, retries.
 
 A small trial is one process on one core. A large one, with actors of its own, gets a placement
 group with room for all of them. A trial reports only its progress to Tune.
@@ -10,23 +10,20 @@ import contextlib
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from raysim.config.schema import Config
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
 from raysim.distributed.cluster.versions import check_source_code, source_code
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import ConfigError
 from raysim.prepare import file_digests
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
-from raysim.sweeps.trial import train_trial
-from raysim.sweeps.trial_stopping import WORST_VALUE, EarlyStopping, RungTracker
+from raysim.sweeps.trials.trial import train_trial
+from raysim.sweeps.trials.trial_log import TrialLog
 from raysim.system import startup_stages
 from raysim.system.signals import stoppable
-from raysim.tracking.recorder import Recorder
 
 logger = logging.getLogger("raysim")
 
@@ -39,8 +36,6 @@ CONTINUE_ADVICE = (
 ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    # Between two rungs trials do not report the metric by which they are compared.
-    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_AIR_NEW_OUTPUT": "0",  # the new one is never quite silent
 }
@@ -49,7 +44,7 @@ ENVIRONMENT = {
 
 @contextlib.contextmanager
 def ray_with_resources(trials: list[Trial]) -> Iterator[None]:
-    """Return a context in which this process is connected to Ray; without trials it is not.
+    """Return a context in which this process is connected to Ray.
 
     If Ray is lost, Tune waits for ever; then a monitor ends this process with a message.
 
@@ -59,9 +54,6 @@ def ray_with_resources(trials: list[Trial]) -> Iterator[None]:
     Raises:
         ConfigError: a trial needs more than the cluster has.
     """
-    if not trials:
-        yield
-        return
     # Ray is imported when it is used.
     from raysim.distributed.cluster.autoscaling import await_resources
     from raysim.distributed.cluster.nodes import connect, leave_cluster
@@ -139,12 +131,13 @@ def run_on_tune(
         KeyboardInterrupt: the sweep was interrupted; its trials have been killed.
     """
     os.environ |= ENVIRONMENT
+    import ray
     from ray import tune
 
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     bundles = [bundles_of(trial.config) for trial in missing]
-    stopping = sweep.settings.early_stopping
-    log = TrialLog(missing, watch)
+    log = TrialLog(sweep, missing, watch)
+    actors: dict[int, Any] = {}
     try:
         # Once more: the start of Ray has replaced the handlers.
         with stoppable() as signals, signals.allowed():
@@ -154,19 +147,20 @@ def run_on_tune(
                     lambda choice: tune.PlacementGroupFactory(bundles[choice["trial"]]),
                 ),
                 config={"trial": tune.grid_search(list(range(len(missing))))},
-                scheduler=_halving(sweep, missing, stopping) if stopping else None,
                 max_failures=sweep.settings.retries,
                 max_concurrent_trials=parallel,
                 reuse_actors=True,
                 raise_on_failed_trial=False,
-                callbacks=[_follow_trials(log)],
+                callbacks=[_follow_trials(log, actors)],
                 name="tune",
                 storage_path=str(sweep.folder),
                 trial_dirname_creator=lambda trial: trial.trial_id,
                 verbose=0,
             )
     except KeyboardInterrupt:
-        log.kill_running()
+        for place in log.running:
+            ray.kill(actors[place])
+        log.killed()
         raise
     finally:
         shutil.rmtree(sweep.folder / "tune", ignore_errors=True)  # Tune's own notes
@@ -214,157 +208,30 @@ def _order(trial: Trial) -> Path:
     return trial.folder / "stop.txt"
 
 
-def _halving(sweep: Sweep, missing: list[Trial], stopping: EarlyStopping) -> Any:
-    """Return Tune's ASHA scheduler, informed about trials that were finished before.
+def _follow_trials(log: TrialLog, actors: dict[int, Any]) -> Any:
+    """Return a callback that passes on Tune's events, in place of Tune's printing callback.
 
-    Trials are not killed: the scheduler writes a file, and the trial ends with a checkpoint.
-    """
-    from ray.tune.schedulers import ASHAScheduler, TrialScheduler
-
-    class Halving(ASHAScheduler):
-        def on_trial_result(self, tune_controller: Any, trial: Any, result: dict) -> str:
-            at_a_rung = "value" in result and not result.get("done")
-            if not at_a_rung:
-                return TrialScheduler.CONTINUE
-            decision = super().on_trial_result(tune_controller, trial, result)
-            if decision == TrialScheduler.STOP:
-                finite = abs(result["value"]) < WORST_VALUE
-                value = f"{result['value']:.4g}" if finite else "not finite"
-                reason = f"round {result['round']:g}: {stopping.metric} {value}"
-                _order(missing[trial.config["trial"]]).write_text(reason)
-            return TrialScheduler.CONTINUE
-
-        def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict) -> None:
-            pass  # the scheduler has the results of all rungs
-
-    longest = max(trial.config.rounds for trial in sweep.trials)
-    scheduler = Halving(
-        time_attr="rung",
-        metric="value",
-        mode="min" if stopping.lower else "max",
-        max_t=min(longest, stopping.max_rounds or longest),
-        grace_period=stopping.grace_period,
-        reduction_factor=stopping.reduction_factor,
-    )
-    _replay_finished(scheduler, sweep, missing, stopping)
-    return scheduler
-
-
-def _replay_finished(
-    scheduler: Any, sweep: Sweep, missing: list[Trial], stopping: EarlyStopping
-) -> None:
-    """Report to the scheduler the rungs of the trials that were finished before."""
-    from ray.tune.schedulers import ASHAScheduler
-
-    for trial in sweep.trials:
-        if trial in missing:
-            continue
-        ladder = RungTracker(stopping, trial.config.rounds)
-        of_tune = SimpleNamespace(trial_id=str(trial.folder))  # the scheduler reads no more of it
-        scheduler.on_trial_add(None, of_tune)
-        for t, record in trial.history():
-            if rung := ladder.climb({"round": t, **record}):
-                ASHAScheduler.on_trial_result(scheduler, cast(Any, None), cast(Any, of_tune), rung)
-
-
-class TrialLog:
-    """Bookkeeping of the trials that Tune runs, by their positions among them.
+    Trials are not stopped by Tune: a file tells a trial to stop, and it ends with a checkpoint.
 
     Args:
-        trials: the trials that run, in the order of their positions.
-        watch: called with each trial, its state, and its facts.
+        log: receives the events.
+        actors: receives the handle of each trial's actor, by the trial's position.
     """
-
-    def __init__(self, trials: list[Trial], watch: WatchCallback):
-        self.trials, self.watch = trials, watch
-        self.running: dict[int, Trial] = {}
-        self.actors: dict[int, Any] = {}
-        self.failed: dict[Path, str] = {}
-
-    def started(self, place: int, actor: Any) -> None:
-        """Log that a trial has started.
-
-        Args:
-            place: position of the trial among those that run.
-            actor: handle of the actor that runs it.
-        """
-        self.running[place], self.actors[place] = self.trials[place], actor
-        self.watch(self.trials[place], "running", {})
-
-    def again(self, place: int) -> None:
-        """Log that a trial is tried again.
-
-        Args:
-            place: position of the trial, whose process has ended without a result.
-        """
-        trial, mistake = self._gone(place), self.trials[place].folder / "error.txt"
-        text = self._error(trial, died=True)
-        mistake.write_text(text)  # if its process died, it could not
-        self.watch(trial, "again", {"error": text})
-
-    def ended(self, place: int, died: bool = False) -> None:
-        """Log that a trial has ended: finished, stopped early or failed.
-
-        Args:
-            place: position of the trial among those that run.
-            died: whether its process has ended without a result.
-        """
-        trial = self._gone(place)
-        if not died and (result := trial.result):
-            self.watch(trial, "stopped" if "stopped" in result else "finished", result)
-            return
-        if died:
-            _close(trial, "FAILED")
-        self.failed[trial.folder] = text = self._error(trial, died)
-        self.watch(trial, "failed", {"error": text})
-
-    @property
-    def failures(self) -> list[tuple[Trial, str]]:
-        """The failed trials with their errors, in the order of the sweep."""
-        return [
-            (trial, self.failed[trial.folder])
-            for trial in self.trials
-            if trial.folder in self.failed
-        ]
-
-    def kill_running(self) -> None:
-        """Kill the trials that run, and record that they were killed."""
-        import ray
-
-        for actor in self.actors.values():
-            ray.kill(actor)
-        for trial in self.running.values():
-            _close(trial, "KILLED")
-
-    def _gone(self, place: int) -> Trial:
-        self.actors.pop(place, None)
-        return self.running.pop(place, self.trials[place])
-
-    def _error(self, trial: Trial, died: bool) -> str:
-        mistake = trial.folder / "error.txt"
-        if mistake.exists():
-            return mistake.read_text().strip()
-        if died:
-            return "its process died (out of memory?)"
-        return (
-            f"there is no record of it in {trial.folder}; every node of the cluster must see that "
-            "folder"
-        )
-
-
-def _follow_trials(log: TrialLog) -> Any:
-    """Return a callback that passes on Tune's events, in place of Tune's printing callback."""
     from ray.tune.progress_reporter import TrialProgressCallback
 
     class Callback(TrialProgressCallback):
         def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-            log.started(trial.config["trial"], trial.temporary_state.ray_actor)
+            place = trial.config["trial"]
+            actors[place] = trial.temporary_state.ray_actor
+            log.started(place)
 
         def on_trial_result(
             self, iteration: int, trials: list, trial: Any, result: dict, **info: Any
         ) -> None:
-            if "round" in result:
-                log.watch(log.trials[trial.config["trial"]], "running", result)
+            if "round" in result and not result.get("done"):
+                place = trial.config["trial"]
+                if reason := log.reported(place, result):
+                    _order(log.trials[place]).write_text(reason)
 
         def on_trial_recover(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
             log.again(trial.config["trial"])
@@ -376,15 +243,3 @@ def _follow_trials(log: TrialLog) -> Any:
             log.ended(trial.config["trial"], died=True)
 
     return Callback()
-
-
-def _close(trial: Trial, status: Any) -> None:
-    """End the record of a trial whose process has ended."""
-    for _ in range(50):  # the process may need a while to end
-        try:
-            recorder = Recorder("", "", trial.folder)
-        except RaysimError:
-            time.sleep(0.1)
-            continue
-        recorder.end(status)
-        return

@@ -1,0 +1,52 @@
+"""A process that trains trials one after the other: `python -m raysim.sweeps.trials SOCKET PARENT`.
+
+SOCKET is the number of an open socket to the process of the sweep, PARENT. This process ends when
+that one is gone, whatever it is doing: a trial continues from its last checkpoint.
+`local_processes` starts it and has the messages.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+
+import cloudpickle
+
+from raysim.sweeps.trials.trial import train_trial
+
+PARENT_CHECK_INTERVAL_S = 1.0
+"""Seconds between two checks whether the sweep's process lives."""
+
+
+def main() -> None:
+    """Train the trials that the sweep's process names until it closes the connection."""
+    connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+    def report(figures: dict[str, float]) -> str:
+        connection.send(("reported", figures))
+        return connection.recv()
+
+    try:
+        job = cloudpickle.loads(connection.recv_bytes())
+        while True:
+            place = connection.recv()
+            trial = job.trials[place]
+            error = train_trial(trial, job.uri, job.experiment, job.parent, job.stopping, report)
+            connection.send(("ended", error))
+    except (EOFError, OSError):  # the sweep has ended
+        os._exit(0)
+
+
+def _end_with(parent: int) -> None:
+    """End this process as soon as its parent is another one."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_INTERVAL_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Trials of a sweep in processes of this machine, as many at once as there are cores, without Ray.
+
+For trials that train inline on CPUs. Ray would need seconds to start, and Tune half a second for
+each trial; `benchmarks/short_sweep.py` measures a sweep of short trials. A process imports torch
+once and then trains trial after trial. Its output goes to a file in the sweep's folder.
+
+Messages to a process: the `Job`, then the position of a trial; from it: ("reported", figures), to
+which the answer is the reason to stop the trial or "", and ("ended", error).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter, deque
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, cast
+
+import cloudpickle
+
+from raysim.config.sections.execution import cluster_address
+from raysim.config.tracking_uri import absolute_uri, redacted_uri
+from raysim.prepare import file_digests
+from raysim.sweeps.definition import Sweep, Trial, WatchCallback
+from raysim.sweeps.early_stopping import EarlyStopping
+from raysim.sweeps.trials.trial_log import TrialLog
+from raysim.system import machine
+
+OUTPUT_FILE = "output.txt"
+"""Name of the file in the sweep's folder for what the processes of trials print."""
+
+END_TIMEOUT_S = 5.0
+"""Seconds that an idle process gets to end before it is killed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the processes of a sweep have in common; arguments of `train_trial`."""
+
+    trials: list[Trial]
+    uri: str
+    experiment: str
+    parent: str
+    stopping: EarlyStopping | None
+    code: list[Any]
+    """Brings the objects of Python that the configurations name to the process."""
+
+
+def suffices(trials: list[Trial]) -> bool:
+    """Return whether trials need no Ray: all train inline, on CPUs, and no cluster was named.
+
+    Args:
+        trials: trials of a sweep.
+    """
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        return False
+    for trial in trials:
+        resources = trial.config.resources
+        if resources.executor != "inline" or resources.gpus or cluster_address(resources.address):
+            return False
+    return True
+
+
+class LocalProcesses:
+    """Processes of this machine that train trials.
+
+    They are started at once, so that they import torch while this process prepares the sweep.
+
+    Args:
+        folder: folder of the sweep.
+        trials: the trials that will run.
+        parallel: largest number of processes; None: as many as there are cores for.
+    """
+
+    def __init__(self, folder: Path, trials: list[Trial], parallel: int | None):
+        self.folder = folder
+        self.threads = max(trial.config.resources.threads for trial in trials)
+        room = max(1, machine.cores() // self.threads)
+        self.processes = [self._start() for _ in range(min(room, parallel or room, len(trials)))]
+
+    def _start(self) -> _Process:
+        return _Process(self.folder / OUTPUT_FILE, self.threads)
+
+    def run(
+        self, sweep: Sweep, missing: list[Trial], parent: str, watch: WatchCallback
+    ) -> list[tuple[Trial, str]]:
+        """Run trials.
+
+        Args:
+            sweep: the sweep.
+            missing: the trials of the sweep to run.
+            parent: id of the sweep's run in the tracking store.
+            watch: called with each trial, its state, and its facts; see `WatchCallback`.
+
+        Returns:
+            The failed trials with their errors.
+
+        Raises:
+            KeyboardInterrupt: the sweep was interrupted; its trials have been killed.
+        """
+        log = TrialLog(sweep, missing, watch)
+        job = cloudpickle.dumps(
+            Job(
+                missing,
+                redacted_uri(absolute_uri(sweep.tracking.uri)),
+                sweep.tracking.experiment,
+                parent,
+                sweep.settings.early_stopping,
+                [file_digests.code(trial.config) for trial in missing],
+            )
+        )
+        try:
+            self._run(log, job, sweep.settings.retries)
+        except KeyboardInterrupt:
+            self.close(kill=True)
+            log.killed()
+            raise
+        return log.failures
+
+    def _run(self, log: TrialLog, job: bytes, retries: int) -> None:
+        """Give the processes trials until none is left."""
+        waiting = deque(range(len(log.trials)))
+        attempts: Counter[int] = Counter()
+        for process in self.processes:
+            process.begin(job)
+        while True:
+            for i, process in enumerate(self.processes):
+                if process.place is not None or not waiting:
+                    continue
+                if process.died:
+                    process.close()
+                    self.processes[i] = process = self._start()
+                    process.begin(job)
+                place = waiting.popleft()
+                process.train(place)
+                log.started(place)
+            busy = {p.connection: p for p in self.processes if p.place is not None}
+            if not busy:
+                return
+            for connection in wait(list(busy)):
+                process = busy[cast(Connection, connection)]
+                place = cast(int, process.place)
+                what, content = process.receive()
+                if what == "reported":
+                    process.send(log.reported(place, content))
+                    continue
+                process.place = None
+                if (process.died or content) and attempts[place] < retries:
+                    attempts[place] += 1
+                    log.again(place)
+                    waiting.appendleft(place)
+                else:
+                    log.ended(place, process.died)
+
+    def close(self, kill: bool = False) -> None:
+        """End the processes.
+
+        Args:
+            kill: whether to end them in the middle of a trial.
+        """
+        for process in self.processes:
+            process.close(kill)
+        output = self.folder / OUTPUT_FILE
+        if output.exists() and not output.stat().st_size:
+            output.unlink()
+
+
+class _Process:
+    """A process of this machine that trains trials one after the other.
+
+    Args:
+        output: file to which its output is appended.
+        threads: threads of its computations.
+    """
+
+    def __init__(self, output: Path, threads: int):
+        self.place: int | None = None
+        """Position of the trial that it trains."""
+        self.died = False
+        """Whether it has ended by itself."""
+        ours, theirs = socket.socketpair()
+        self.connection = Connection(ours.detach())
+        # The folder in which a user works is no place for modules, unless it is one here.
+        places = [place or os.getcwd() for place in sys.path]
+        command = [sys.executable, "-u", "-P", "-m", "raysim.sweeps.trials"]
+        with theirs, output.open("ab") as file:
+            self.popen = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(os.getpid())],
+                env={
+                    "OMP_NUM_THREADS": str(threads),  # NumPy would take all cores for each trial
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(places),
+                },
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,  # Ctrl-C is for the process of the sweep
+            )
+
+    def begin(self, job: bytes) -> None:
+        """Send what the trials have in common.
+
+        Args:
+            job: the pickled `Job`.
+        """
+        with suppress(OSError):  # the process has died, which `receive` will report
+            self.connection.send_bytes(job)
+
+    def train(self, place: int) -> None:
+        """Let the process train a trial.
+
+        Args:
+            place: position of the trial.
+        """
+        self.place = place
+        self.send(place)
+
+    def send(self, message: Any) -> None:
+        """Send a message.
+
+        Args:
+            message: what the process waits for.
+        """
+        with suppress(OSError):
+            self.connection.send(message)
+
+    def receive(self) -> tuple[str, Any]:
+        """Return the next message; ("ended", "") if the process has died."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            self.died = True
+            return "ended", ""
+
+    def close(self, kill: bool = False) -> None:
+        """End the process and wait for it.
+
+        Args:
+            kill: whether to end it at once.
+        """
+        self.connection.close()
+        try:
+            self.popen.wait(0 if kill else END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
