@@ -75,6 +75,10 @@ ROUNDING_SHIFT_BITS = int(np.float64(ROUNDING_SHIFT).view(np.int64))
 ENTRIES_PER_PIECE = 2**15
 """Entries of a vector that are processed together, so that they stay in a CPU's cache."""
 
+ENTRIES_PER_SUM = 2**18
+"""Entries of a block's rows that are summed together. A call for fewer entries takes longer than
+the sum, and more do not fit into a CPU's cache."""
+
 MAX_BLOCKS_PER_PASS = 8
 """Number of blocks of one unit that are added in one pass over the total."""
 
@@ -117,13 +121,11 @@ class BlockSum:
         if self.count > 1:
             self.value = rows[0].new_zeros(rows[0].shape, dtype=torch.float64)
             self.weight = 1.0
-            parts = _cache_sized_pieces(self.value)
-            scratch = torch.empty_like(parts[0])
-            for part, *row_parts in zip(parts, *map(_cache_sized_pieces, rows), strict=True):
-                exact = scratch[: len(part)]
-                for row_part, weight in zip(row_parts, weights, strict=True):
-                    # Two steps, each of them vectorised.
-                    part.add_(exact.copy_(row_part), alpha=weight)
+            parts = self.value.split(ENTRIES_PER_SUM)
+            row_parts = zip(*(row.split(ENTRIES_PER_SUM) for row in rows), strict=True)
+            for part, rows_here in zip(parts, row_parts, strict=True):
+                for row_part, weight in zip(rows_here, weights, strict=True):
+                    part.add_(row_part, alpha=weight)
         self.size, largest = self._sizes()
         self.exponent = UNIT_EXPONENT
         if 0 < largest < SMALL_BLOCK:
