@@ -106,12 +106,13 @@ class StoredRun(RunInStore):
         """Send a file or a folder."""
         if not path.exists():
             raise Refused(f"{path} no longer exists")
-        address = self._get(self.run_id or "").info.artifact_uri
-        if self.is_server and urlsplit(address).scheme in ("", "file"):
-            raise FileRefused(
-                f"the server names a folder of this machine for them, {address}; start it with "
-                "--artifacts-destination instead"
-            )
+        if self.is_server:
+            address = self._get(self.run_id or "").info.artifact_uri
+            if urlsplit(address).scheme in ("", "file"):
+                raise FileRefused(
+                    f"the server names a folder of this machine for them, {address}; start it with "
+                    "--artifacts-destination instead"
+                )
         send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
         try:
             send(self.run_id, str(path), folder)
