@@ -141,7 +141,7 @@ def _dry_run(plan: Plan, console: Terminal) -> None:
     import numpy as np
 
     from raysim.config.sections.schedule import InFlight
-    from raysim.prepare.dry_run.client_rule import compare_loop_and_lanes
+    from raysim.prepare.dry_run.client_rule import try_captures
 
     seconds, bytes_down, bytes_up = _train_one_client(plan)
     c = plan.config
@@ -178,7 +178,7 @@ def _dry_run(plan: Plan, console: Terminal) -> None:
         "traffic",
         f"{bytes_down / 1e6:.3g} MB down, {bytes_up / 1e6:.3g} MB up for each client",
     )
-    table.add_row("on a GPU", compare_loop_and_lanes(plan))
+    table.add_row("on a GPU", try_captures(plan))
     table.add_row("one client", f"{seconds:.3g} s here (with warming up)")
     table.add_row("fingerprint", plan.config.fingerprint)
     print_table(table, console)

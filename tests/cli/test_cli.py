@@ -115,7 +115,7 @@ def test_dry_run_trains_one_client_here_and_starts_nothing(raysim_, monkeypatch)
         "100, samples",
         "10 clients in",
         "MB down",
-        "captured, with the same result (within",
+        "captured, with the same bits",
     ):
         assert text in said.out
     assert prepare("quickstart").config.fingerprint in said.out

@@ -31,7 +31,7 @@ def test_what_differs_is_said_with_its_size(plain):
 
 
 def test_a_method_that_keeps_something_in_python_is_refused(plain):
-    with pytest.raises(ConfigError, match=r"'remembers' .* on lanes that differs"):
+    with pytest.raises(ConfigError, match=r"'remembers' .* that differs if a GPU captures"):
         testing.check_captures(algorithm=plain.replace(":plain", ":remembers"))
 
 

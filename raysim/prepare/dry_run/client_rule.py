@@ -4,15 +4,12 @@ The dry run checks two properties of a client rule:
 
 - The contract: the values that `init` and `finish` return, vectors as uploads, and one pass in mode
   "train" per step.
-- Agreement of lanes and loop: local steps that are captured and replayed, as on a GPU, give what
-  they give one by one. A step that keeps something in Python from one call to the next does not,
-  and no other check would notice.
+- Captured steps: local steps that are captured and replayed, as on a GPU, give the bits that they
+  give uncaptured. A step that keeps something in Python from one call to the next does not, and no
+  other check would notice.
 
-The two clients have five and three of the run's examples and up to three local steps. The modes are
-compared on the CPU, in a rehearsal of a GPU, and in float64, where they agree up to rounding. Some
-rules amplify rounding, for example those with signs, or with a gradient through BatchNorm over two
-examples. The dry run measures the amplification by training again from parameters that differ in
-the tenth digit.
+The two clients have five and three of the run's examples and up to three local steps. Both ways are
+computed on the CPU, in a rehearsal of a GPU.
 
 The rules that raysim ships are covered by its tests. They are not checked at each start, because
 this would take longer than a round.
@@ -22,10 +19,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from raysim.config.schema import Config
@@ -34,8 +30,8 @@ from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.engine import learning
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, ContractError, RaysimError
+from raysim.models.comparison import same_values
 from raysim.prepare.dry_run.watched import watched
-from raysim.randomness import generator
 from raysim.rules.contract import overridden
 from raysim.rules.errors.user_code import defined_at
 from raysim.rules.methods.registry import is_tried
@@ -61,36 +57,12 @@ MAX_CLIENT_EXAMPLES = 5
 STEPS_ON_LANES = 3
 """Local steps of a client in the comparison: the second one is captured, the third one replayed."""
 
-ROUNDING_MARGIN = 5.0
-"""Factor by which a difference must exceed the effect of rounding before it counts as an error."""
-
 DRY_RUN_TIMEOUT_S = 60.0
 """Time limit of the dry run in seconds; a rule that takes longer stays unchecked."""
 
 LARGE_NET_PARAMETERS = 2_000_000
-"""Number of parameters above which one client checks the contract, and the modes are compared in
-float32 if the run uses it."""
+"""Number of parameters above which one client checks the contract."""
 
-
-@dataclass(frozen=True)
-class Precision:
-    """Tolerance of the comparison of lanes and loop in a floating-point type."""
-
-    dtype: torch.dtype
-    """The floating-point type in which both modes train."""
-
-    tolerance: float
-    """Largest relative difference (in norm) of a vector at which the two modes agree."""
-
-    nudge: float
-    """Relative change of the parameters that measures the effect of rounding."""
-
-
-DOUBLE_PRECISION = Precision(torch.float64, 1e-6, 1e-10)
-"""The comparison in float64."""
-
-SINGLE_PRECISION = Precision(torch.float32, 1e-2, 1e-5)
-"""The comparison in float32."""
 
 ReportedTensors = dict[str, Tensor]
 """Uploads, kept state and loss of a client, by the description that messages use."""
@@ -100,7 +72,7 @@ def dry_run_rules(plan: Plan, client_key: str, server_key: str) -> None:
     """Check users' rules in a dry run; rules that raysim ships are skipped.
 
     For a server rule this checks the first broadcast. For a client rule it checks the contract and,
-    if the run trains on lanes, the agreement of lanes and loop. A client rule that exceeds
+    if the run trains on lanes, its captured steps. A client rule that exceeds
     `DRY_RUN_TIMEOUT_S` stays unchecked, with a warning; the run has its own time limits.
 
     Args:
@@ -109,8 +81,8 @@ def dry_run_rules(plan: Plan, client_key: str, server_key: str) -> None:
         server_key: configuration key of the server rule, for messages.
 
     Raises:
-        ConfigError: a rule is wrong. The message names the rule and its key and, for a difference
-            between the modes, the tensor and the size of the difference.
+        ConfigError: a rule is wrong. The message names the rule and its key and, for a captured
+            step that differs, the tensor.
     """
     if is_tried(plan.server):
         _check_first_broadcast(plan, server_key)
@@ -162,32 +134,32 @@ def _check_first_broadcast(plan: Plan, key: str) -> None:
         logger.debug("the first broadcast is not checked: %s", error)
 
 
-def compare_loop_and_lanes(plan: Plan) -> str:
-    """Compare lanes, as on a GPU, with loop for any client rule.
+def try_captures(plan: Plan) -> str:
+    """Say of any client rule whether a GPU captures its steps, and whether they then give the same.
 
     Args:
         plan: the plan of the run.
 
     Returns:
-        Whether local steps are captured on a GPU, and whether they then give the same, in one line.
+        The answer in one line.
 
     Raises:
-        ConfigError: the two modes differ, and the run trains on lanes.
+        ConfigError: captured steps give something else, and the run trains on lanes.
     """
     dry_run = RuleDryRun(plan)
     try:
         difference = dry_run.wrong_on_lanes()
     except RaysimError as error:
-        return f"not compared: {error}"
+        return f"not tried: {error}"
     if difference is not None:
         if plan.mode == "lanes":
             raise ConfigError(f"batching.mode: {difference}, or set batching.mode=loop")
         return f"not the same, and this run trains in mode {plan.mode}: {difference}"
     if dry_run.refusals:
         return f"steps run one kernel at a time on a GPU: {dry_run.refusals[0]}"
-    if dry_run.agreement:
-        return f"captured, with the same result ({dry_run.agreement})"
-    return "not compared: a client fails in both modes"
+    if dry_run.has_captured:
+        return "captured, with the same bits"
+    return "not captured: a client fails, or batching.capture is false"
 
 
 class RuleDryRun:
@@ -206,8 +178,8 @@ class RuleDryRun:
         self.large = plan.problem.size > LARGE_NET_PARAMETERS
         chosen = np.linspace(0, len(plan.dataset.y) - 1, large + small).astype(np.int64)
         self.clients = Clients(chosen, np.array([0, large, large + small]), np.empty(0, np.int64))
-        self.agreement = ""
-        """The largest difference between the modes, in words; "" before a comparison."""
+        self.has_captured = False
+        """Whether a local step was captured."""
         self.refusals: list[str] = []
         """Why local steps cannot be captured, with the line of the rule; [] if they can."""
 
@@ -221,7 +193,7 @@ class RuleDryRun:
             The breach, for a message; None if there is none.
         """
         try:
-            trainer, broadcast, tasks = self.stage(self.plan.dtype)
+            trainer, broadcast, tasks = self.stage()
         except ContractError as error:
             return str(error)
         if self.large:
@@ -300,109 +272,59 @@ class RuleDryRun:
         )
 
     def wrong_on_lanes(self) -> str | None:
-        """Compare lanes with loop.
+        """Compare local steps that are captured, as on a GPU, with the same uncaptured.
 
         Returns:
-            The difference, for a message; None if there is none or the rule fails in both modes.
+            The difference, for a message; None if there is none, or the rule fails in loop too.
 
         Raises:
             RaysimError: the server rule fails, or breaks its contract.
         """
-        failure = None
-        for precision in self._precisions():
-            trainer, broadcast, tasks = self.stage(precision.dtype)
-            tasks = [replace(task, steps=STEPS_ON_LANES) for task in tasks]
-            looped, error = self._train(trainer, broadcast, tasks)
-            if error is not None:
-                continue
+        trainer, broadcast, tasks = self.stage()
+        tasks = [replace(task, steps=STEPS_ON_LANES) for task in tasks]
+        _, error = self._train(trainer, broadcast, tasks)
+        if error is not None:
+            return None
+        name = self.plan.client.name
+        outputs = []
+        for config in (_without_captures(trainer.config), trainer.config):
             with rehearsal():
-                lanes = LaneTrainer(trainer.group, trainer.parts)
-                on_lanes, failure = self._train(lanes, broadcast, tasks)
+                lanes = LaneTrainer(replace(trainer.group, config=config), trainer.parts)
+                of_clients, error = self._train(lanes, broadcast, tasks)
+            if error is not None:
+                return f"client rule '{name}' cannot run on lanes: {error}"
             self.refusals = lanes.refusals
-            if failure is None:
-                stage = trainer, broadcast, tasks
-                return self._difference(precision, stage, looped, on_lanes)
-        if failure is None:
-            return None
-        return f"client rule '{self.plan.client.name}' cannot run on lanes: {failure}"
+            self.has_captured = lanes.has_captured
+            outputs.append(of_clients)
+        for uncaptured, captured in zip(*outputs, strict=True):
+            for key, tensor in uncaptured.items():
+                if key not in captured or not same_values(tensor, captured[key]):
+                    return (
+                        f"client rule '{name}' on model '{self.config.model.name}' gives {key} "
+                        "that differs if a GPU captures the local steps; make the step a pure "
+                        "function of its arguments: keep nothing in Python from one step to the "
+                        "next"
+                    )
+        return None
 
-    def _precisions(self) -> tuple[Precision, ...]:
-        """Return the precisions in which the modes are compared, until both modes run in one."""
-        if self.plan.dtype != torch.float32:
-            return (DOUBLE_PRECISION,)
-        return (SINGLE_PRECISION,) if self.large else (DOUBLE_PRECISION, SINGLE_PRECISION)
+    def stage(self) -> tuple[LoopTrainer, Broadcast, list[ClientTask]]:
+        """Return trainer, first broadcast and client tasks.
 
-    def _difference(
-        self,
-        precision: Precision,
-        stage: tuple[LoopTrainer, Broadcast, list[ClientTask]],
-        looped: list[ReportedTensors],
-        on_lanes: list[ReportedTensors],
-    ) -> str | None:
-        """Return how the modes differ, for a message; None if rounding explains all differences."""
-        norm = float(stage[1].global_params.norm())
-        floor = 10 * torch.finfo(precision.dtype).eps / precision.tolerance * (1 + norm)
-        relative = differences(on_lanes, looped, floor)
-        self.agreement = f"within {max(relative.values()):.1e} of each vector's norm"
-        if max(relative.values()) <= precision.tolerance:
-            return None
-        again = self._train(*stage)[0] or looped
-        if max(differences(again, looped, floor).values()) > precision.tolerance:
-            # Training that is no function of its arguments says nothing about rounding.
-            rounding = dict.fromkeys(relative, 0.0)
-        else:
-            rounding = differences(self._nudged(precision, *stage) or looped, looped, floor)
-        wrong = {
-            key: size
-            for key, size in relative.items()
-            if size > max(precision.tolerance, ROUNDING_MARGIN * rounding[key])
-        }
-        if not wrong:
-            return None
-        worst = max(wrong, key=wrong.__getitem__)
-        return (
-            f"client rule '{self.plan.client.name}' on model '{self.config.model.name}' gives "
-            f"{worst} on lanes that differs from the same in mode loop by {wrong[worst]:.2g} of "
-            f"its norm (rounding explains {rounding[worst]:.1g}); make the step a pure function of "
-            "its arguments: keep nothing in Python from one step to the next"
-        )
-
-    def _nudged(
-        self, precision: Precision, trainer: Trainer, broadcast: Broadcast, tasks: list[ClientTask]
-    ) -> list[ReportedTensors]:
-        """Return the result of loop from parameters that differ by about as much as rounding."""
-        x = broadcast.global_params
-        noise = torch.from_numpy(generator(0, "nudge").standard_normal(len(x))).to(x)
-        nudged = Broadcast(
-            {**broadcast.shared, "x": x * (1 + precision.nudge * noise)}, broadcast.buffers
-        )
-        return self._train(trainer, nudged, tasks)[0]
-
-    def stage(self, dtype: torch.dtype) -> tuple[LoopTrainer, Broadcast, list[ClientTask]]:
-        """Return trainer, first broadcast and client tasks in a precision.
-
-        Uploads keep that precision: `local.upload_dtype` is not used.
-
-        Args:
-            dtype: the type of the parameters.
+        Uploads keep the precision of the run: `local.upload_dtype` is not used.
 
         Raises:
             RaysimError: the server rule fails, or breaks its contract.
         """
         plan = self.plan
-        data = plan.dataset
         # The two clients have fewer examples than a large batch.
         changes = {"upload_dtype": None, "drop_last": False}
         local = self.config.local.model_copy(update=changes)
-        config = self.config.model_copy(
-            update={"local": local, "dtype": str(dtype).removeprefix("torch.")}
-        )
-        plan = replace(plan, config=config)
+        plan = replace(plan, config=self.config.model_copy(update={"local": local}))
         model = plan.model()
         x0, buffers = model.initial()
-        examples = Examples.of(data, "train", "cpu", dtype)
-        public = learning.make_public_data(data, dtype, "cpu", [plan.client])
-        group = ClientGroup("", plan.client, config)
+        examples = Examples.of(plan.dataset, "train", "cpu", plan.dtype)
+        public = learning.make_public_data(plan.dataset, plan.dtype, "cpu", [plan.client])
+        group = ClientGroup("", plan.client, plan.config)
         parts = WorkerParts(plan.server, model, x0, examples, self.clients, public=public)
         broadcast = first_broadcast(plan.server, x0, buffers, plan.problem)
         return LoopTrainer(group, parts), broadcast, self._client_tasks()
@@ -433,6 +355,12 @@ class RuleDryRun:
         return outputs, None
 
 
+def _without_captures(config: Config) -> Config:
+    """Return the configuration in which lanes capture no steps."""
+    batching = config.batching.model_copy(update={"capture": False})
+    return config.model_copy(update={"batching": batching})
+
+
 def _after(task: ClientTask, update: ClientUpdate) -> ClientTask:
     """Return the next task of a client, with the state that it kept in training."""
     kept = {key: value.cpu().numpy() for key, value in update.client_state.items()}
@@ -455,39 +383,3 @@ def batch_sizes(
         for i in (0, batches_per_pass(n, size, needs_two, drops) - 1):
             sizes.add(len(range(n)[batch_slice(i, n, size, needs_two, drops)]))
     return sizes or {1}
-
-
-def differences(
-    outputs: list[ReportedTensors], references: list[ReportedTensors], floor: float
-) -> dict[str, float]:
-    """Return the largest relative difference of each tensor over the clients.
-
-    Args:
-        outputs: the output of each client.
-        references: the output of each client, in the same order, to compare with.
-        floor: the norm that is added to that of each reference, so that rounding of a tensor near
-            zero does not count.
-
-    Returns:
-        The differences divided by the norm of the reference, by the keys of the outputs.
-    """
-    return {
-        key: max(
-            _relative_difference(output.get(key), reference[key], floor)
-            for output, reference in zip(outputs, references, strict=True)
-        )
-        for key in references[0]
-    }
-
-
-def _relative_difference(tensor: Tensor | None, reference: Tensor, floor: float) -> float:
-    """Return the difference of two tensors as a share of the norm of `reference`."""
-    if tensor is None or tensor.shape != reference.shape:
-        return float("inf")
-    a = tensor.double()
-    b = reference.double()
-    distance = float(torch.linalg.vector_norm(a - b))
-    if np.isnan(distance):
-        # Values that are not finite in both modes are no difference: the run will refuse them.
-        return 0.0 if torch.equal(torch.isfinite(a), torch.isfinite(b)) else float("inf")
-    return distance / (float(torch.linalg.vector_norm(b)) + floor)

@@ -105,7 +105,7 @@ def _train_one_round(plan: Plan) -> None:
     """
     problem = replace(plan.problem, n_clients=2, cohort=2, n_nonempty=2, n_held_out=0)
     plan = replace(plan, problem=problem)
-    trainer, _, tasks = RuleDryRun(plan).stage(plan.dtype)
+    trainer, _, tasks = RuleDryRun(plan).stage()
     server = make_server(plan, "cpu")
     first = _round(tasks, trainer.clients.sizes.tolist(), 0)
     with _unequal_sizes_are_breaches(server):
