@@ -50,16 +50,6 @@ COMMON_NAMES = {
 }
 """Names that other libraries and papers give to keys, and the key."""
 
-FORMER_KEYS = {
-    "autocast": "write precision: bf16",
-    "cuda_graphs": "leave it out, steps on a GPU are captured; capture: false switches that off",
-    "convolutions": "leave it out",
-}
-"""Keys of earlier versions, and what to write now."""
-
-FORMER_VALUES = {("batching.mode", "vmap"): "write auto, or lanes"}
-"""Values of earlier versions, and what to write now."""
-
 MAX_HINTS = 3
 """Largest number of full names that are suggested for a key without its section."""
 
@@ -240,8 +230,6 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
     *above, last = path or [""]
     if kind in _UNKNOWN:
         hint = None if above else _in_a_section(last, model)
-        if above and last in FORMER_KEYS:
-            hint = f"; {FORMER_KEYS[last]}"
         hint = hint or did_you_mean(last, _keys_at(model, above, raw))
         return [], _whose(above, raw) + hint
     if kind in _MISSING:
@@ -273,8 +261,6 @@ def _wrong_value(item: Any, path: list[str]) -> str:
     text = _reason(item, path)
     text = text[:1].lower() + text[1:]
     value = item["input"]
-    if isinstance(value, str) and (".".join(path), value) in FORMER_VALUES:
-        text += f"; {FORMER_VALUES['.'.join(path), value]}"
     if value is None or isinstance(value, str | int | float | list | tuple):
         text += f" (given: {value!r})"
     return text
