@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import tempfile
 import tomllib
@@ -39,25 +38,6 @@ def git_tags() -> dict[str, str]:
     return tags
 
 
-REPOSITORY_VARIABLES = (
-    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
-    "GIT_COMMON_DIR",
-    "GIT_DIR",
-    "GIT_GRAFT_FILE",
-    "GIT_IMPLICIT_WORK_TREE",
-    "GIT_INDEX_FILE",
-    "GIT_NAMESPACE",
-    "GIT_OBJECT_DIRECTORY",
-    "GIT_PREFIX",
-    "GIT_REPLACE_REF_BASE",
-    "GIT_SHALLOW_FILE",
-    "GIT_WORK_TREE",
-)
-"""Environment variables that make git use another repository than the one around a folder.
-
-Git sets them for hooks and for `git rebase --exec`.
-"""
-
 DIRTY_SUFFIX = "-dirty"
 """Suffix that git adds to a commit if tracked files differ from it."""
 
@@ -81,27 +61,31 @@ def _describe(folder: Path) -> str | None:
         "--exclude=*",
         f"--dirty={DIRTY_SUFFIX}",
     ]
-    environment = {k: v for k, v in os.environ.items() if k not in REPOSITORY_VARIABLES}
+    # Git sets variables for hooks and for `git rebase --exec`; they name the repository that it
+    # works on. GIT_CONFIG_* are the user's settings.
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("GIT_") or key.startswith("GIT_CONFIG")
+    }
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     # Files instead of pipes: reading a pipe would wait for git's child processes too.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
-            process = subprocess.Popen(
+            code = subprocess.run(
                 command,
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                start_new_session=True,
-            )
+                timeout=GIT_TIMEOUT_S,
+            ).returncode
         except OSError as error:
             logger.info(
                 "git cannot be run (%s); the run is not tagged with a commit", error.strerror
             )
             return None
-        try:
-            code = process.wait(GIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             logger.warning(
                 "git has not answered within %g s in %s; the run is not tagged with its commit",
@@ -109,11 +93,6 @@ def _describe(folder: Path) -> str | None:
                 folder,
             )
             return None
-        finally:
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
         out.seek(0)
         err.seek(0)
         if code == 0:
