@@ -7,12 +7,12 @@ address with *** in place of each secret. A resumed run reads the secrets from t
   configuration has no `tracking.uri` uses it, too.
 - MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN: of a server.
 - ~/.mlflow/credentials: MLflow's own file of these two.
-- DATABRICKS_TOKEN, DATABRICKS_CONFIG_PROFILE: of Databricks.
+
+Addresses of Databricks name a profile, whose credentials MLflow reads by itself.
 """
 
 from __future__ import annotations
 
-import configparser
 import os
 import re
 from collections.abc import Mapping
@@ -53,8 +53,8 @@ REDACTED = "***"
 MLFLOW_VARIABLES = {"MLFLOW_TRACKING_URI": "uri", "MLFLOW_EXPERIMENT_NAME": "experiment"}
 """MLflow's own variables, and the keys of `tracking` that they replace if these are not given."""
 
-_PATH_SCHEMES = ("sqlite", "file")
-"""Schemes of addresses that are paths: an @ is part of a name."""
+_WITHOUT_SECRETS = ("sqlite", "file", "databricks", "databricks-uc")
+"""Schemes of addresses that are paths, in which an @ is part of a name, or names of profiles."""
 
 _NAME = (
     r"[\w.-]*(?:password|passwd|pwd|passphrase|secret|token|credential|api[_-]?key|"
@@ -155,13 +155,9 @@ def mask_secrets(text: str) -> str:
 
 
 def _without_user(address: re.Match[str]) -> str:
-    scheme, rest = address["scheme"], address["rest"]
-    if scheme.lower() in _PATH_SCHEMES:
+    if address["scheme"].lower() in _WITHOUT_SECRETS:
         return address[0]
-    rest = rest.rpartition("@")[2]
-    if scheme.lower().startswith("databricks") and rest.split("/")[0] not in _profiles():
-        rest = REDACTED
-    return f"{scheme}://{rest}"
+    return f"{address['scheme']}://{address['rest'].rpartition('@')[2]}"
 
 
 def encoded_uri(uri: str) -> str:
@@ -174,7 +170,7 @@ def encoded_uri(uri: str) -> str:
         ConfigError: its port is not a number, or it is ambiguous where its password ends.
     """
     scheme = uri.partition("://")[0].lower()
-    if "://" not in uri or scheme in _PATH_SCHEMES:
+    if "://" not in uri or scheme in _WITHOUT_SECRETS:
         return uri
     parts = _split_uri(uri)
     if parts is None and "@" not in uri:
@@ -215,10 +211,8 @@ def redacted_uri(uri: str) -> str:
         ConfigError: as in `encoded_uri`.
     """
     scheme = uri.partition("://")[0].lower()
-    if "://" not in uri or scheme in _PATH_SCHEMES:
+    if "://" not in uri or scheme in _WITHOUT_SECRETS:
         return uri
-    if scheme.startswith("databricks"):
-        return mask_secrets(uri)
     parts = urlsplit(encoded_uri(uri))
     user, at, host = parts.netloc.rpartition("@")
     name, colon, _ = user.partition(":")
@@ -246,10 +240,6 @@ def restored_uri(uri: str) -> str:
         return environment_uri
     parts = urlsplit(uri)
     advice = "set MLFLOW_TRACKING_URI to the whole address"
-    if parts.scheme.startswith("databricks"):
-        if _set("DATABRICKS_TOKEN") or _profiles():
-            return parts.scheme
-        advice = "set DATABRICKS_TOKEN, or have a profile in ~/.databrickscfg"
     if parts.scheme in ("http", "https"):
         bare = _joined(parts, parts.netloc.rpartition("@")[2])
         if REDACTED not in bare and _server_credentials():
@@ -272,17 +262,6 @@ def _server_credentials() -> bool:
         or _set("MLFLOW_TRACKING_TOKEN")
         or Path("~/.mlflow/credentials").expanduser().is_file()
     )
-
-
-def _profiles() -> set[str]:
-    """Return the names of the profiles in Databricks' configuration file."""
-    parser = configparser.ConfigParser(interpolation=None)
-    path = os.environ.get("DATABRICKS_CONFIG_FILE") or "~/.databrickscfg"
-    try:
-        parser.read(Path(path).expanduser())
-    except (configparser.Error, OSError, UnicodeDecodeError):
-        return set()
-    return {*parser.sections(), *(["DEFAULT"] if parser.defaults() else [])}
 
 
 def _set(name: str) -> bool:

@@ -42,7 +42,7 @@ ADDRESSES = {
         "mssql+pyodbc:///?odbc_connect=DRIVER%3DX%3BUID%3Du%3BPWD%3D***%3Bx%3D1"
     ),
     "mysql+pymysql://u:pass1@h/db?ssl_ca=/x&password=pass2": "mysql+pymysql://u:***@h/db?ssl_ca=/x&password=***",
-    "databricks://t0ken": "databricks://***",
+    "databricks://work": "databricks://work",
     "databricks": "databricks",
     "sqlite:////home/me@work/mlflow.db": "sqlite:////home/me@work/mlflow.db",
     "http://h:5000": "http://h:5000",
@@ -95,15 +95,6 @@ def test_an_unknown_scheme_is_refused_with_addresses_that_work():
 
 def test_an_at_within_a_password_is_encoded():
     assert encoded_uri("http://u:p@ss@h:5000") == "http://u:p%40ss@h:5000"
-
-
-def test_a_profile_of_databricks_is_no_secret(tmp_path):
-    (tmp_path / ".databrickscfg").write_text("[work]\nhost = https://x\ntoken = t0ken\n")
-    assert (
-        redacted_uri("databricks://work")
-        == "databricks://work"
-        == mask_secrets("databricks://work")
-    )
 
 
 @pytest.mark.parametrize("names", [("USERNAME", "PASSWORD"), ("TOKEN",)])
