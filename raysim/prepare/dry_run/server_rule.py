@@ -5,24 +5,21 @@ A rule that selects clients also selects the first round of the run. The dry run
 mistakes in the code are found; the server checks the values that they return. In addition, the
 tensors of the broadcast must not change while clients use them.
 
-An error that may come from the small round, for example too few clients for a trimmed mean, does
-not count. The run itself will report it, with the uploads that the rule received. Vectors of the
-wrong length beside vectors [P] do count: their lengths do not depend on the number of clients.
+An error of the rule's computation does not count: it may come from the small round, for example
+from too few clients for a trimmed mean. The run itself will report it, with the uploads that the
+rule received.
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import make_server
-from raysim.errors import ConfigError, ContractError, RaysimError, round_name
+from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.models.comparison import same_values
 from raysim.prepare.dry_run.client_rule import DRY_RUN_TIMEOUT_S, LARGE_NET_PARAMETERS, RuleDryRun
 from raysim.prepare.dry_run.watched import watched
@@ -33,19 +30,11 @@ from raysim.rules.methods.registry import is_tried
 from raysim.schedule import Synchronous, make_schedule
 from raysim.server.central_server import RoundCohort, Server
 from raysim.server.selection import ClientHistory
-from raysim.server.update_checks import described_tensor
 from raysim.system.processes import limited
 from raysim.training.messages import Block, Broadcast, ClientTask, WorkerResult
 from raysim.training.trainers.group_trainer import GroupTrainer
 
 logger = logging.getLogger("raysim")
-
-UNEQUAL_SIZES = re.compile(
-    r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)"
-    r"|output with shape \[(\d+)\] doesn't match the broadcast shape \[(\d+)\]"
-    r"|expected tensor \[(\d+)\] and src \[(\d+)\] to have the same number of elements"
-)
-"""Messages of PyTorch about two tensors of different sizes, with both sizes."""
 
 
 def dry_run_server_rule(plan: Plan, key: str) -> None:
@@ -108,33 +97,12 @@ def _train_one_round(plan: Plan) -> None:
     trainer, _, tasks = RuleDryRun(plan).stage()
     server = make_server(plan, "cpu")
     first = _round(tasks, trainer.clients.sizes.tolist(), 0)
-    with _unequal_sizes_are_breaches(server):
-        broadcast = server.broadcast(first)
+    broadcast = server.broadcast(first)
     outcome = GroupTrainer([trainer]).train({0: broadcast}, [Block(0, tasks)])
     if any(result.error for result in outcome.clients):
         return
-    with _unequal_sizes_are_breaches(server):
-        _update(server, first, outcome, broadcast)
-        server.broadcast(_round(tasks, first.samples, 1))
-
-
-@contextmanager
-def _unequal_sizes_are_breaches(server: Server) -> Iterator[None]:
-    """Raise ContractError if a rule combines a vector [P] with a tensor of another size.
-
-    A multiple of P does not count: it may be the concatenated uploads of the two clients.
-    """
-    try:
-        yield
-    except RaysimError as error:
-        sizes = UNEQUAL_SIZES.search(str(error.__cause__))
-        numbers = {int(size) for size in sizes.groups() if size} if sizes else set()
-        size = server.problem.size
-        if size not in numbers or all(number % size == 0 for number in numbers):
-            raise
-        state = ", ".join(f"'{k}' {described_tensor(v)}" for k, v in server.state.items())
-        text = str(error).removeprefix(f"{round_name(server.cohort.round)}: ")
-        raise ContractError(f"{text}; the server's state has {state}") from None
+    _update(server, first, outcome, broadcast)
+    server.broadcast(_round(tasks, first.samples, 1))
 
 
 def _select_first_round(plan: Plan) -> None:
