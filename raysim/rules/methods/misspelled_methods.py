@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import sys
-from collections.abc import Iterable, Iterator
-from types import CodeType
+from collections.abc import Iterable
 
 from raysim.errors import ConfigError
 
@@ -17,8 +15,8 @@ SIMILARITY = 0.8
 def refuse_misspelled_methods(rule: type, section: str) -> None:
     """Check that a rule's class has no method that is a misspelled method of the contract.
 
-    Such a method overrides nothing, no code of its module uses it, and its name is close to one of
-    the contract.
+    Such a method overrides nothing, and its name is close to one of the contract. A helper whose
+    name begins with an underscore is none.
 
     Args:
         rule: the class; one that is no rule is not checked.
@@ -33,13 +31,14 @@ def refuse_misspelled_methods(rule: type, section: str) -> None:
     contract = [name for name in dir(family) if not name.startswith("_")]
     for cls in rule.__mro__[: rule.__mro__.index(family)]:
         for name, value in vars(cls).items():
-            if name.startswith("_") or name in contract or _function(value) is None:
+            is_method = inspect.isroutine(value) or isinstance(value, property)
+            if name.startswith("_") or name in contract or not is_method:
                 continue
             near = difflib.get_close_matches(name, contract, n=1, cutoff=SIMILARITY)
-            if near and name not in _used_names(cls):
+            if near:
                 raise ConfigError(
-                    f"{section}.name: {cls.__name__} has an unknown method '{name}', which nothing "
-                    f"calls; did you mean {near[0]}?"
+                    f"{section}.name: {cls.__name__} has an unknown method '{name}'; did you mean "
+                    f"{near[0]}? If not, begin its name with an underscore"
                 )
 
 
@@ -59,31 +58,3 @@ def untyped(rules: Iterable[type], key: str) -> str:
                     f": {cls.__name__} has {key} without a type; write `{key}: {kind} = {value!r}`"
                 )
     return ""
-
-
-def _function(value: object) -> object | None:
-    """Return the function behind an attribute of a class; None if it is no method or property."""
-    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    return function if inspect.isfunction(function) else None
-
-
-def _used_names(cls: type) -> set[str]:
-    """Return all attributes and globals that a class and the functions of its module use."""
-    names: set[str] = set()
-    module = sys.modules.get(cls.__module__)
-    for value in [cls, *(vars(module).values() if module else ())]:
-        parts = vars(value).values() if inspect.isclass(value) else (value,)
-        for part in list(parts):
-            function = _function(part)
-            if inspect.isfunction(function) and function.__module__ == cls.__module__:
-                for code in _codes(inspect.unwrap(function).__code__):
-                    names.update(code.co_names)
-    return names
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and those of the functions inside of it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
