@@ -270,9 +270,6 @@ RAGGED = [[1.0], [1.0, 2.0]]
         ((X, np.ma.masked_equal(Y, 2), X_TEST, Y_TEST), r"y\[2\] is masked"),
         ((X, Y, MASKED, Y), r"x_test\[5, 2\] is masked"),
         ({"train": (X, Y), "test": (X, np.ma.masked_equal(Y, 1))}, r"y_test\[1\] is masked"),
-        ((list(MASKED), Y, X_TEST, Y_TEST), r"x\[5\]\[2\] is masked"),
-        ((MASKED.tolist(), Y, X_TEST, Y_TEST), "x is an array of Python objects"),
-        (([[np.ma.masked, 1.0]] * 24, Y, X_TEST, Y_TEST), r"x\[0\]\[0\] is masked"),
         ({"train": (X, Y), "test": (X, Y), "public": MASKED}, r"x of public\[5, 2\] is masked"),
         (
             {"train": (X, Y), "test": (X, Y), "users": np.ma.masked_equal(Y, 0)},

@@ -25,9 +25,6 @@ PADDING_Y = -100
 NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 """Types of torch that NumPy has."""
 
-MAY_BE_MASKED = (np.ma.MaskedArray, list, tuple)
-"""Types of rows in which a value may be missing."""
-
 Sequences = list[np.ndarray]
 """Rows of whole numbers, int64 [T_k], of different lengths."""
 
@@ -101,7 +98,7 @@ class ArrayReader:
         return stacked
 
     def check_masked(self, values: Any, name: str) -> None:
-        """Refuse masked arrays with missing values, also among the rows of lists.
+        """Refuse masked arrays with missing values, which NumPy would read without the mask.
 
         Args:
             values: anything that may be read as an array.
@@ -110,18 +107,10 @@ class ArrayReader:
         Raises:
             ConfigError: a value is masked; the message names the first one.
         """
-        if isinstance(values, np.ma.MaskedArray):
-            mask = np.ma.getmaskarray(values)
-            if not mask.any():
-                return
-            position = np.argwhere(mask)[0].tolist()
+        if np.ma.is_masked(values):
+            position = np.argwhere(np.ma.getmaskarray(values))[0].tolist()
             place = f"{name}[{', '.join(map(str, position))}]" if position else name
             raise self.error(f"{place} is masked, a missing value; remove the example or fill it")
-        is_object_array = isinstance(values, np.ndarray) and values.dtype.kind == "O"
-        if isinstance(values, list | tuple) or (is_object_array and values.ndim):
-            for k, row in enumerate(values):
-                if isinstance(row, MAY_BE_MASKED):
-                    self.check_masked(row, f"{name}[{k}]")
 
     def _check_numbers(self, array: np.ndarray, values: Any, name: str) -> None:
         """Refuse arrays of anything but numbers."""

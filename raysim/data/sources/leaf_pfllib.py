@@ -27,7 +27,7 @@ from raysim.errors import ConfigError, in_a_line
 
 logger = logging.getLogger("raysim")
 
-LEAF_LAYOUT = "train/ and test/, each with .json files of users, num_samples and user_data"
+LEAF_LAYOUT = "train/ and test/, each with .json files of user_data"
 """Contents of a folder of LEAF's files, for error messages."""
 
 PFLLIB_LAYOUT = "train/ and test/, each with a file N.npz for each client N"
@@ -56,8 +56,6 @@ class Client(NamedTuple):
     """Inputs, [n, ...]."""
     y: np.ndarray
     """Targets, [n]."""
-    declared_n: int | None = None
-    """Number of examples that the file declares; None: it declares none."""
 
 
 Read = Callable[[Path], Iterator[Client]]
@@ -86,11 +84,9 @@ def load_pfllib(data: Data) -> Dataset:
         data: the section `data`.
 
     Raises:
-        ConfigError: the path or a client's training file is missing, or the files cannot be used.
+        ConfigError: the path is missing, or the files cannot be used.
     """
-    folder = _folder(data, PFLLIB_LAYOUT)
-    _refuse_test_alone(folder)
-    return _load(data, folder, "*.npz", _pfllib_clients)
+    return _load(data, _folder(data, PFLLIB_LAYOUT), "*.npz", _pfllib_clients)
 
 
 def _folder(data: Data, layout: str) -> Path:
@@ -135,7 +131,6 @@ def _load(data: Data, folder: Path, pattern: str, read: Read) -> Dataset:
 
 def _half(clients: list[Client], folder: Path, size: int | None) -> dict[str, np.ndarray]:
     """Return the examples of the clients of one half, with the user of each."""
-    _warn_of_numbers(clients, folder)
     users = [client.user for client in clients]
     return {
         "x": _sized(_joined([client.x for client in clients], "x", folder), size),
@@ -174,26 +169,6 @@ def _check_shapes(client: Client, place: str) -> None:
         raise ConfigError(
             f"{place} has x of shape {list(client.x.shape)} and y of shape "
             f"{list(client.y.shape)}; give as many targets as inputs"
-        )
-
-
-def _warn_of_numbers(clients: list[Client], folder: Path) -> None:
-    """Log that files declare other numbers of examples than they have.
-
-    LEAF's own script declares 79 too many in the test half of Shakespeare.
-    """
-    differing = [client for client in clients if client.declared_n not in (None, len(client.y))]
-    if differing:
-        first = differing[0]
-        logger.warning(
-            "data.path: in %s, %d of %d clients have another number of examples than num_samples, "
-            "such as '%s' with %d and not %s; the examples count",
-            folder,
-            len(differing),
-            len(clients),
-            first.user,
-            len(first.y),
-            first.declared_n,
         )
 
 
@@ -247,18 +222,11 @@ def _leaf_clients(file: Path) -> Iterator[Client]:
     users = content.get("user_data") if isinstance(content, Mapping) else None
     if not isinstance(users, Mapping):
         raise ConfigError(
-            f"data.path: {file} is no file of LEAF; expected a mapping with users and user_data"
+            f"data.path: {file} is no file of LEAF; expected a mapping with user_data"
         )
-    declared = _declared_numbers(content, file)
-    for user, n in declared.items():
-        if n and user not in users:
-            raise ConfigError(
-                f"data.path: {file}: client '{user}' has no examples, but num_samples is {n}; "
-                "correct the one that is wrong"
-            )
     for user, examples in users.items():
         x, y = _leaf_examples(examples, f"data.path: {file}: client '{user}'")
-        yield Client(user, x, y, declared.get(user))
+        yield Client(user, x, y)
 
 
 def _leaf_examples(examples: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
@@ -279,19 +247,6 @@ def _leaf_examples(examples: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
             "data=path.py:FUNCTION"
         )
     return x, y
-
-
-def _declared_numbers(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return `num_samples` by user; {} if a file has none."""
-    users, numbers = content.get("users"), content.get("num_samples")
-    if numbers is None:
-        return {}
-    if not (isinstance(users, list) and isinstance(numbers, list) and len(users) == len(numbers)):
-        raise ConfigError(
-            f"data.path: {file}: users and num_samples are not lists of one length; give one "
-            "number for each user, or leave num_samples out"
-        )
-    return dict(zip(map(str, users), numbers, strict=True))
 
 
 def _compact(array: np.ndarray) -> np.ndarray:
@@ -357,20 +312,6 @@ def _number(file: Path) -> int:
     if number is None:
         raise ConfigError(f"data.path: {file} is not named by a client's number, as 0.npz")
     return int(number[0])
-
-
-def _refuse_test_alone(folder: Path) -> None:
-    """Refuse a folder with a client's test file and without its training file."""
-    train, test = (
-        {_number(file): file for file in sorted((folder / half).glob("*.npz"))}
-        for half in ("train", "test")
-    )
-    for number, file in test.items():
-        if train and number not in train:  # no training file at all is refused where they are read
-            raise ConfigError(
-                f"data.path: there is no file {folder / 'train' / file.name}, the training "
-                f"examples of client {number}; copy it there, or remove {file}"
-            )
 
 
 def _pfllib_clients(file: Path) -> Iterator[Client]:
