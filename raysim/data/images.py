@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import os
 import platform
 import re
@@ -30,8 +29,6 @@ from raysim.data.dataset import (
 )
 from raysim.errors import ConfigError, in_a_line
 from raysim.system.torchvision_operators import import_declaring_operators
-
-logger = logging.getLogger("raysim")
 
 GREY_MODES = ("1", "L")
 """Modes of Pillow for grey images of at most 8 bits."""
@@ -81,18 +78,15 @@ def decode_images(
 
     transforms = import_torchvision().transforms
     square = transforms.Compose([transforms.Resize(side), transforms.CenterCrop(side)])
-    images, paths, transparent = [], list(paths), []
+    images, paths = [], list(paths)
     for path, place in zip(paths, places or map(str, paths), strict=True):
         try:
             with _large_images_allowed(), Image.open(path) as image:
-                if _is_transparent(image):
-                    transparent.append(place)
                 images.append(np.asarray(square(_in_mode(image, mode, place))))
         except ConfigError:
             raise
         except Exception as error:  # a damaged image may raise nearly anything
             raise _unreadable(place, error) from None
-    _log_transparent(transparent, len(paths))
     return channels_first(np.stack(images), upright=False)
 
 
@@ -123,6 +117,8 @@ def common_mode(images: Sequence[Any], places: Iterable[str]) -> str:
 def in_mode(images: Sequence[Any], mode: str, places: Iterable[str]) -> list[Any]:
     """Return images of Pillow in one mode, converted as torchvision's loader does.
 
+    Transparent pixels count as if they were opaque.
+
     Args:
         images: n images.
         mode: "L" (grey, one channel) or "RGB".
@@ -131,13 +127,7 @@ def in_mode(images: Sequence[Any], mode: str, places: Iterable[str]) -> list[Any
     Raises:
         ConfigError: an image has pixels of more than 8 bits.
     """
-    converted, transparent = [], []
-    for image, place in zip(images, places, strict=True):
-        if _is_transparent(image):
-            transparent.append(place)
-        converted.append(_in_mode(image, mode, place))
-    _log_transparent(transparent, len(images))
-    return converted
+    return [_in_mode(image, mode, place) for image, place in zip(images, places, strict=True)]
 
 
 def _check_depth(mode: str, place: str) -> None:
@@ -157,26 +147,6 @@ def _in_mode(image: Any, mode: str, place: str) -> Any:
         # Pillow advises to keep the transparency of palettes, which has no place in RGB.
         warnings.filterwarnings("ignore", message="Palette images with Transparency")
         return image.convert(mode)
-
-
-def _is_transparent(image: Any) -> bool:
-    """Return whether an image has a pixel that is not opaque."""
-    if not image.has_transparency_data:
-        return False
-    lowest, _ = image.convert("RGBA").getchannel("A").getextrema()
-    return lowest < 255
-
-
-def _log_transparent(places: Sequence[str], n: int) -> None:
-    """Log how many images have transparent pixels, whose colours count all the same."""
-    if places:
-        logger.warning(
-            "%s: has transparent pixels (as %d of %d images have); their colours are read as if "
-            "they were opaque, as torchvision's ImageFolder does",
-            places[0],
-            len(places),
-            n,
-        )
 
 
 def common_side(images: Sequence[Any], images_test: Sequence[Any], size: int | None) -> int | None:
@@ -285,16 +255,8 @@ def _read_cache(path: Path, counts: Sequence[int]) -> list[np.ndarray]:
         if "name" not in file or str(file["name"]) != path.stem:
             raise ValueError("it was made of other images, or by another version")
         arrays = [file[f"arr_{half}"] for half in range(len(counts))]
-    for array, count in zip(arrays, counts, strict=True):
-        *_, channels, height, width = (0, 0, 0, *array.shape)
-        fits = (
-            array.dtype == np.uint8
-            and array.ndim == 4
-            and len(array) == count
-            and channels in (1, 3)
-        )
-        if not fits or height != width or array.shape[1:] != arrays[0].shape[1:]:
-            raise ValueError(f"it has {array.dtype}{list(array.shape)} for {count} images")
+    if [len(array) for array in arrays] != list(counts):
+        raise ValueError("it has another number of images")
     return arrays
 
 
