@@ -139,12 +139,16 @@ NEEDY = PAIR.replace("    mu = 0.1\n", '    needs = ("x", "c")\n').replace(
 )
 
 
-def test_a_half_of_a_pair_says_where_the_other_is(mine, tmp_path):
+def test_a_half_of_a_pair_says_how_to_name_both(mine, tmp_path):
     file = f"{tmp_path}/mine.py"
+    both = f"client={file}:CLASS server={file}:CLASS, or an Algorithm of both"
     message = refused(mine(NEEDY, name=":Half"))
-    assert message.endswith(f"; or write algorithm={file}:pair, its own pair")
-    message = refused(mine(NEEDY.partition("pair =")[0], name=":Half"))
-    assert message.endswith(f"; or write client={file}:Half server={file}:Other")
+    assert message.endswith(
+        f"; {file}:Half is one rule, and fedavg is the other half: name both as {both}"
+    )
+    # These name both halves.
+    assert both not in refused(mine(NEEDY, name=":Half"), {"server": "fedavg"})
+    assert both not in refused(mine(NEEDY.replace("provides", "_provides"), name=":pair"))
 
 
 def test_a_wrong_name_lists_algorithms_first(mine):

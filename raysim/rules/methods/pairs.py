@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from typing import Any, get_args
 
 from raysim.config import python_objects
 from raysim.config.references import load_object
-from raysim.config.schema import Config
+from raysim.config.schema import FEDAVG, Config
 from raysim.config.sections.base import Named
 from raysim.errors import ConfigError, in_a_line
 from raysim.rules.contract import Algorithm, ClientRule, ServerRule
@@ -22,7 +20,6 @@ from raysim.rules.methods.registry import (
     find_rule,
     hyperparameter_names,
     is_shipped,
-    offered_names,
 )
 from raysim.rules.uploads import UploadMode, why_not_declared
 from raysim.spelling import did_you_mean
@@ -57,7 +54,7 @@ def resolve_rules(config: Config) -> tuple[ClientRule, ServerRule]:
     try:
         refuse_pair(client, server)
     except ConfigError as error:
-        raise ConfigError(f"{error}{_pair_of_a_single_rule(config)}") from None
+        raise ConfigError(f"{error}{_completed_by(config)}") from None
     return client, server
 
 
@@ -235,32 +232,20 @@ def _check_properties(section: str, rule: ClientRule | ServerRule) -> None:
             ) from None
 
 
-def _pair_of_a_single_rule(config: Config) -> str:
-    """Return the hint for `algorithm=FILE:RULE` whose other half is in the same file; else ""."""
-    name = config.algorithm.name if config.algorithm else ""
+def _completed_by(config: Config) -> str:
+    """Return how to name both halves if the algorithm is a single rule of the user's; else ""."""
+    if config.algorithm is None or config.client is not None or config.server is not None:
+        return ""
+    name = config.algorithm.name
     if ":" not in name or name.startswith(python_objects.PREFIX):
         return ""
-    rule = load_object(name, "algorithm.name")
-    module = sys.modules.get(rule.__module__) if isinstance(rule, type) else None
-    if module is None:
+    if isinstance(load_object(name, "algorithm.name"), Algorithm):
         return ""
-    where = name.rpartition(":")[0]
-    for offered in offered_names(module):
-        part = getattr(module, offered)
-        if isinstance(part, Algorithm):
-            if rule in (part.client, part.server):
-                return f"; or write algorithm={where}:{offered}, its own pair"
-            continue
-        pair = {_half(rule): (rule, name), _half(part): (part, f"{where}:{offered}")}
-        with suppress(ConfigError, KeyError, TypeError):
-            refuse_pair(pair["client"][0](), pair["server"][0]())
-            return f"; or write client={pair['client'][1]} server={pair['server'][1]}"
-    return ""
-
-
-def _half(rule: type) -> str:
-    """Return which half of a method a rule is."""
-    return "client" if issubclass(rule, ClientRule) else "server"
+    file = name.rpartition(":")[0]
+    return (
+        f"; {name} is one rule, and {FEDAVG} is the other half: name both as "
+        f"client={file}:CLASS server={file}:CLASS, or an Algorithm of both"
+    )
 
 
 def _quoted(words: Iterable[str]) -> str:
