@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -31,3 +33,13 @@ class GlobalGenerators:
         torch.set_rng_state(self._torch)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the global generators back at the end into the states that they have at the beginning."""
+    before = GlobalGenerators()
+    try:
+        yield
+    finally:
+        before.restore()

@@ -80,7 +80,7 @@ def test_a_rare_change_in_a_large_data_set_is_found():
         make_dataset("mine", (rare, PLAIN), "data")
 
 
-@pytest.mark.parametrize(("n", "most"), [(N, 5 * N), (20_000, 1.2 * 20_000)])
+@pytest.mark.parametrize(("n", "most"), [(N, 2 * N), (20_000, 1.2 * 20_000)])
 def test_only_some_examples_of_a_large_data_set_are_read_again(n, most):
     read = []
     counted = Read(lambda k: read.append(k) or (X[k % N], 0), n)

@@ -150,7 +150,11 @@ class FormReader(ArrayReader):
         n = self._length(half, split)
 
         def read(k: int) -> Half:
-            return self._example(half, k, f"{split} example {k}")
+            place = f"{split} example {k}"
+            x, y, user = self._example(half, k, place)
+            # Tensors and numbers of NumPy are no names of users.
+            user = user.tolist() if isinstance(user, torch.Tensor | np.generic) else user
+            return self._entry(x, f"x of {place}"), self._entry(y, f"y of {place}"), user
 
         examples = [read(k) for k in range(n)]
         if (k := first_changed(read, examples)) is not None:
@@ -159,8 +163,8 @@ class FormReader(ArrayReader):
                 "but each example is read once, for all rounds; leave the transform out, and set "
                 "data.augment=true to crop and mirror uint8 images anew for each use"
             )
-        x = self._stacked([example[0] for example in examples], "x", split)
-        y = self._stacked([example[1] for example in examples], "y", split)
+        x = self._stacked([example[0] for example in examples], f"x of the {split} examples")
+        y = self._stacked([example[1] for example in examples], f"y of the {split} examples")
         return x, y, self._users([example[2] for example in examples], split)
 
     def _length(self, half: Any, split: str) -> int:
@@ -184,7 +188,7 @@ class FormReader(ArrayReader):
             raise self.error(
                 f"only {len(present)} of the {len(users)} {split} examples have a user"
             )
-        return [u.tolist() if isinstance(u, torch.Tensor | np.generic) else u for u in users]
+        return users
 
     def _example(self, half: Any, k: int, place: str) -> Half:
         """Return x, y and user of one example of a torch data set."""
@@ -204,15 +208,21 @@ class FormReader(ArrayReader):
             "entries: x, y and user"
         )
 
-    def _stacked(self, rows: list[Any], name: str, split: str) -> np.ndarray | Sequences:
+    def _entry(self, value: Any, name: str) -> Any:
+        """Return the x or the y of an example as an array; an image of Pillow stays one."""
+        if is_picture(value):
+            return value
+        array = self.array(value, name)
+        if isinstance(array, list):
+            raise self.error(f"{name} has rows of different lengths")
+        return array
+
+    def _stacked(self, entries: list[Any], name: str) -> np.ndarray | Sequences:
         """Return the x or the y of all examples."""
-        if rows and all(map(is_picture, rows)):
-            return self.pictures(rows, f"{name} of the {split} examples")
-        arrays = [self.array(row, f"{name} of {split} example {k}") for k, row in enumerate(rows)]
-        lists = [k for k, array in enumerate(arrays) if isinstance(array, list)]
-        if lists:
-            raise self.error(f"{name} of {split} example {lists[0]} has rows of different lengths")
-        return self.stacked(arrays, f"{name} of the {split} examples")  # pyright: ignore[reportArgumentType]
+        if entries and all(map(is_picture, entries)):
+            return self.pictures(entries, name)
+        arrays = [self.pictures([e], name)[0] if is_picture(e) else e for e in entries]
+        return self.stacked(arrays, name)
 
     def _columns(self, half: Any, split: str) -> Half:
         """Return the columns x, y and user (None without it) of a Hugging Face data set."""

@@ -27,9 +27,9 @@ from raysim.data.dataset import (
 from raysim.data.own.forms import REQUIRED_ARRAYS, USER_KEYS, FormReader
 from raysim.data.own.natural_users import Numbered, number_users
 from raysim.data.own.npz import read_arrays
-from raysim.data.own.read_again import generators_kept
 from raysim.data.own.stored import stored_arrays
 from raysim.errors import ConfigError
+from raysim.system.global_generators import generators_kept
 
 TEST_USER_KEYS = ("user_test", "users_test")
 """Names of the array of the test examples' users in a file, which are the same."""
