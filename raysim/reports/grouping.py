@@ -43,7 +43,8 @@ _NAMES_OF_RULES = ("client.name", "server.name")
 def resolved(runs: Sequence[TrackedRun], keys: Iterable[str], option: str) -> list[str]:
     """Return the full names of parameters.
 
-    `algorithm` stands for `algorithm.name`, and `algorithm.beta1` for the key of its rule.
+    `algorithm` stands for `algorithm.name`, and `algorithm.beta1` for the key of its rule. A
+    parameter that only other runs of the same source have is a known one too.
 
     Args:
         runs: Runs whose parameters are searched.
@@ -53,7 +54,9 @@ def resolved(runs: Sequence[TrackedRun], keys: Iterable[str], option: str) -> li
     Raises:
         ConfigError: No run has a parameter.
     """
-    known = {key for run in runs for key in run.params}
+    known: set[str] = set()
+    for run in runs:
+        known.update(run.params, run.known)
     full_names = []
     for key in keys:
         full = full_name(key, {*known, SIDE_COLUMN})
@@ -63,6 +66,9 @@ def resolved(runs: Sequence[TrackedRun], keys: Iterable[str], option: str) -> li
         full_names.append(full)
     return full_names
 
+
+_ABSENT = "null"
+"""Value by which `--where` finds runs that lack a parameter."""
 
 PARTITION_SEED = "partition.seed"
 """Seed of the partition alone; null: that of the run."""
@@ -162,7 +168,8 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
     Args:
         params: Values by parameter, of each run.
         where: KEY=VALUE texts; KEY=VALUE,VALUE are any of several, KEY=0..4 any of a range. Names
-            are those of `resolved`, and numbers are compared as numbers.
+            are those of `resolved`, and numbers are compared as numbers. A run without the key
+            has the value null.
         noun: What has the parameters, for errors: "row", "run" or "trial".
 
     Raises:
@@ -184,7 +191,7 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
             _require_match(there, [value], f"{noun} has {name}={value}", value)
         values = _distinct_values([params[i] for i in kept], name)
         chosen = _require_match(values, asked, f"{noun} has {name}={allowed}", allowed)
-        kept = [i for i in kept if params[i].get(name) in chosen]
+        kept = [i for i in kept if params[i].get(name, _ABSENT) in chosen]
     return kept
 
 
@@ -199,8 +206,8 @@ def _require_match(
 
 
 def _distinct_values(params: Sequence[Mapping[str, str]], name: str) -> list[str]:
-    """Return the sorted values of a parameter."""
-    return sorted({str(entry[name]) for entry in params if name in entry})
+    """Return the sorted values of a parameter, with that of runs which lack it."""
+    return sorted({str(entry.get(name, _ABSENT)) for entry in params})
 
 
 def _matching(values: Sequence[str], asked: Sequence[str]) -> list[str]:
@@ -321,6 +328,9 @@ def apart(
     known = set(itertools.chain.from_iterable(axes))
     needed = {axis[0] for axis in axes}
     complete = [run for run in runs if needed <= run.params.keys()]
+    if not complete:
+        names = " and ".join(axis[0] for axis in axes)
+        raise ConfigError(f"x and y (--x and --y): none of the selected runs has {names}")
     n_omitted = len(runs) - len(complete)
     if n_omitted:
         say(f"left out: {counted(n_omitted, 'without')} {' or '.join(keys)}")

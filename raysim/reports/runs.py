@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,9 @@ class RunSource:
             else:
                 runs = _finished_in_store(client, self.names, title, say)
             chosen = with_values([run.params for run in runs], self.where, "run")
-            return with_histories([runs[i] for i in chosen], title, metric, say, cost_unit)
+            selected = with_histories([runs[i] for i in chosen], title, metric, say, cost_unit)
+        known = frozenset(key for run in runs for key in run.params)
+        return [replace(run, known=known) for run in selected]
 
 
 def _finished_in_store(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from raysim.errors import ConfigError
 from raysim.reports import published
 from raysim.reports.analysis import aggregate, comparisons, targets
-from raysim.reports.grouping import resolved
+from raysim.reports.grouping import group_keys, resolved
 from raysim.reports.runs import RunSource
 from raysim.reports.table_columns import CrossTable, ResultsTable
 from raysim.reports.table_row import TableRow
@@ -106,6 +106,7 @@ def table_report(
         select_by=select_by or "",
         target=_goal(target, target_value, relative_to, runs, printed, say),
         group=split_keys(group),
+        across=split_keys(columns) or (),
         best_of=split_keys(best_of),
         say=say,
     )
@@ -127,14 +128,14 @@ def table_report(
             "ranks": ranks,
             "all but one metric": len(metrics or []) > 1,
         }
-        across = _across(columns, rows, runs, crossed)
+        across = _across(columns, split_keys(group), runs, crossed)
         table = CrossTable(rows, cost_unit, runs=runs, across=across)
     return replace(table, names=names_given(labels, table.nameable()))
 
 
 def _across(
     columns: KeyNames,
-    rows: Sequence[TableRow],
+    group: Sequence[str] | None,
     runs: Sequence[TrackedRun],
     others: Mapping[str, object],
 ) -> list[str]:
@@ -145,8 +146,9 @@ def _across(
                 f"columns (--columns): a cell has one figure; leave out columns or {option}"
             )
     across = resolved(runs, split_keys(columns) or (), "columns (--columns)")
+    distinguishing = group_keys(runs, group) if group else across
     for key in across:
-        if not any(key in row.parameters for row in rows):
+        if key not in distinguishing:
             raise ConfigError(
                 f"columns (--columns): '{key}' does not distinguish rows; add it to group (--group)"
             )

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from raysim.config.schema import SECTIONS_WITH_NAME
 from raysim.metrics import is_share
 from raysim.reports.published import PublishedResult
 from raysim.reports.tracked import LAST_EVALUATIONS, Statistic
@@ -266,7 +265,7 @@ def differs(value: MeanStd | None, other: MeanStd | None) -> bool:
 
 
 def short(key: str) -> str:
-    """Return the short form of a key: "algorithm" for "algorithm.name".
+    """Return the short form of a key, as users write it: "algorithm" for "algorithm.name".
 
     That of a file's content is "file my.py" for "files.client./home/me/my.py".
 
@@ -275,4 +274,4 @@ def short(key: str) -> str:
     """
     if key.startswith("files.") and (file := re.search(r"[^./]+\.\w+$", key)):
         return f"file {file[0]}"
-    return key.removesuffix(".name") if key.removesuffix(".name") in SECTIONS_WITH_NAME else key
+    return key.removesuffix(".name")

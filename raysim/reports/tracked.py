@@ -75,6 +75,9 @@ class TrackedRun:
     """Round that another metric chose, and the value of that metric there; None: this metric's
     best round is its own."""
 
+    known: frozenset[str] = frozenset()
+    """Names of the parameters that some run of the same source has, selected or not."""
+
     def value(self, statistic: Statistic, lower: bool) -> float:
         """Return a statistic of the metric.
 

@@ -189,7 +189,7 @@ def test_a_sweep_over_one_parameter_and_over_two(uri):
     with pytest.raises(ConfigError, match=r"columns or target$"):
         raysim.report("table", "methods", uri=uri, columns="algorithm", target=0.5)
     with pytest.raises(ConfigError, match=r"'rounds' does not distinguish rows; add it to group"):
-        raysim.report("table", "methods", uri=uri, columns="rounds")
+        raysim.report("table", "methods", uri=uri, columns="rounds", group="algorithm")
     with pytest.raises(ConfigError, match=r"target \(--target\): a heatmap shows results"):
         raysim.report("sweep", "methods", uri=uri, x="server.beta1", y="algorithm", target=0.5)
     asked: dict[str, Any] = {"uri": uri, "x": "server.beta1", "statistic": "last"}

@@ -22,13 +22,16 @@ from raysim.errors import ConfigError
 from raysim.metrics.table import Metric
 from raysim.prepare.resolve import keys
 from raysim.reports import grouping, published, report_kinds
+from raysim.reports import runs as report_sources
 from raysim.reports.analysis import aggregate, plots, sensitivity
 from raysim.reports.analysis.aggregate import rows
 from raysim.reports.analysis.curves import along, curves, grid
 from raysim.reports.analysis.targets import share_of
 from raysim.reports.claims import claim_section, verdicts
 from raysim.reports.grouping import apart
+from raysim.reports.runs import RunSource
 from raysim.reports.table_columns import CrossTable, ResultsTable
+from raysim.reports.table_report import table_report
 from raysim.reports.table_row import Figure, Rank
 from raysim.reports.tracked import FinishedRun, TrackedRun, with_histories
 from raysim.rules import contract
@@ -40,6 +43,7 @@ from raysim.tracking.recorder import flatten_parameters
 pytestmark = pytest.mark.usefixtures("pictures")
 
 NUMBER = itertools.count()
+ALPHA = "partition.alpha"
 
 
 def run(value: float | list[float], **params: object) -> TrackedRun:
@@ -358,6 +362,71 @@ def test_a_heatmap_of_several_parameters_needs_the_first_of_them():
     assert (columns, lines) == (["avg", "median"], ["alie", "ipm, 0.1", "ipm, 100"])
     assert cells["avg", "ipm, 100"] == pytest.approx(0.73) and len(cells) == 4
     assert not said
+
+
+def test_a_parameter_of_some_runs_is_one_of_reports_on_others(monkeypatch, tmp_path):
+    """The second scenario has no attack with an epsilon; nor have the runs that --where leaves."""
+    of_both = [*attacks_and_defences(), run(0.6, attack="alie", algorithm="avg")]
+    of_both = [
+        dataclasses.replace(r, run_id=f"{alpha} {r.run_id}", params={**r.params, ALPHA: alpha})
+        for r in of_both
+        for alpha in ("0.1", "1")
+        if alpha == "0.1" or "epsilon" not in r.params
+    ]
+    done = [
+        FinishedRun(r.run_id, r.params, frozenset({"accuracy"}), lambda _, r=r: [*r.history])
+        for r in of_both
+    ]
+    monkeypatch.setattr(report_sources, "finished_rows", lambda *_: done)
+
+    def source(*where: str) -> RunSource:
+        return RunSource((), ledgers=["a.jsonl"], where=where)
+
+    def cells(report: report_kinds.Report) -> set[tuple]:
+        return set(report.frame[["panel", "algorithm", "attack,epsilon"]].itertuples(index=False))
+
+    def silent(line: str) -> None:
+        pass
+
+    both: dict[str, Any] = {"x": "algorithm", "y": "attack,epsilon"}
+    first, second = "partition.alpha 0.1", "partition.alpha 1"
+    assert cells(report_kinds.sweep_report(source(), silent, **both)) == {
+        (first, "avg", "alie"),
+        (first, "median", "alie"),
+        (first, "avg", "ipm, 0.1"),
+        (first, "avg", "ipm, 100"),
+        (first, "median", "ipm, 100"),
+        (second, "avg", "alie"),
+        (second, "median", "alie"),
+    }
+    alie = source("attack=alie", "partition.alpha=1")
+    assert cells(report_kinds.sweep_report(alie, silent, **both)) == {
+        ("", "avg", "alie"),
+        ("", "median", "alie"),
+    }
+    message = r"none of the selected runs has algorithm\.name and epsilon"
+    with pytest.raises(ConfigError, match=message):
+        report_kinds.sweep_report(alie, silent, x="algorithm", y="epsilon")
+    for group in ("algorithm,epsilon", "algorithm,attack,epsilon"):
+        rows_of_alie = table_report(alie, silent, group=group).frame
+        assert rows_of_alie.best.tolist() == [0.6, 0.9]
+    across = table_report(alie, silent, columns="attack,epsilon")
+    assert across.frame.columns.tolist() == ["algorithm", "alie"]
+    one = table_report(source("attack=ipm", "epsilon=100"), silent, columns="attack,epsilon")
+    assert one.frame.columns.tolist() == ["algorithm", "ipm, 100"]
+    nothing = table_report(source("epsilon=null"), silent, columns="epsilon", group="epsilon")
+    assert nothing.markdown().splitlines()[2:] == ["| – |", "| --- |", "| 75.00 ± 17.32 |"]
+    found = table_report(source("epsilon=null,100"), silent, group="attack,epsilon").frame
+    assert found.attack.tolist() == ["alie", "ipm"] and found.epsilon.tolist()[1] == 100
+    with pytest.raises(ConfigError, match=r"no run has a parameter 'epsilom'; did you mean 'eps"):
+        table_report(alie, silent, group="epsilom")
+
+
+def test_headers_and_labels_have_names_as_users_write_them():
+    key = "groups.attackers.client.name"
+    crossed = ResultsTable(rows([run(0.5, **{key: "alie"}), run(0.7, **{key: "ipm"})]))
+    assert crossed.markdown().startswith("| groups.attackers.client | seeds |")
+    assert grouping.label({key: "alie"}) == "groups.attackers.client alie"
 
 
 def test_figures_are_not_given_to_rows_of_several_scenarios(printed):

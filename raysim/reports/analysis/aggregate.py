@@ -17,6 +17,7 @@ from raysim.metrics import accumulates, lower_is_better
 from raysim.reports import published
 from raysim.reports.grouping import (
     PARTITION_SEED,
+    group_keys,
     grouped,
     resolved,
     split_scenario,
@@ -76,6 +77,7 @@ def rows(
     select_by: str = "",
     target: float | Goal | None = None,
     group: Sequence[str] | None = None,
+    across: Sequence[str] = (),
     best_of: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[TableRow]:
@@ -87,7 +89,9 @@ def rows(
         statistics: Columns of results, at least one; rows are compared by the first one.
         select_by: Metric that has chosen the rounds of the runs.
         target: Value whose first round is reported, or a function from the runs of a row to it.
-        group: Parameters that distinguish rows; `side` is allowed too. Default: all that differ.
+        group: Parameters that distinguish rows; `side` is allowed too. Default: all that differ,
+            and those of `across`.
+        across: Parameters whose values are columns of the table, also if they do not differ.
         best_of: Parameters; only the row with the best mean of each combination of their values is
             kept: the mean of `select_by`, if it is given.
         say: Called with one line if rows hold runs that differ in more than their seed.
@@ -101,7 +105,11 @@ def rows(
     """
     figures = figures_of(metric, statistics, direction(runs, metric), select_by)
     choice_lower = bool(select_by) and direction(runs, select_by)
-    groups = grouped(runs, group, say)
+    keys_of_rows = group
+    if across and not group:
+        named = resolved(runs, across, "columns (--columns)")
+        keys_of_rows = list(dict.fromkeys([*group_keys(runs, None), *named]))
+    groups = grouped(runs, keys_of_rows, say)
     names = readable([named for named, _ in groups])
     table = []
     for named, (_, members) in zip(names, groups, strict=True):

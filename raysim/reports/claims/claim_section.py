@@ -228,7 +228,7 @@ def check_sides(claims: Sequence[Claim], parameters: Sequence[Mapping[str, str]]
     Raises:
         ConfigError: No run has a parameter; the message names the claim.
     """
-    runs: Any = [SimpleNamespace(params=values) for values in parameters]
+    runs: Any = [SimpleNamespace(params=values, known=()) for values in parameters]
     missing = []
     for i, claim in enumerate(claims):
         right = {} if claim.right.where == claim.left.where else {"right": claim.right}
