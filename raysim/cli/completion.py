@@ -43,7 +43,7 @@ Completions = list[tuple[str, str]]
 SchemaNode = Mapping[str, Any]
 """Part of a JSON Schema."""
 
-ONLY_IN_FILES = ("extends", "claims", "match", "files")
+ONLY_IN_FILES = ("extends", "claims", "match", "files", "own_metrics")
 """Sections that cannot be set as key=value."""
 
 

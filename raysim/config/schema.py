@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field
 from raysim.config.identity import Identity, identity_of, is_part
 from raysim.config.sections.base import Named, Section, default_name, named
 from raysim.config.sections.data import IID, AnyData, Partition
-from raysim.config.sections.evaluation import Evaluate, RecordUpdates, Stop
+from raysim.config.sections.evaluation import Evaluate, OwnMetric, RecordUpdates, Stop
 from raysim.config.sections.execution import Batching, Faults, Resources
 from raysim.config.sections.groups import Group
 from raysim.config.sections.learning_rate import OwnStepSizes
@@ -116,6 +116,9 @@ class Config(Section):
     """Folder of the run; null: runs/EXPERIMENT/METHOD-SEED-HASH."""
     tracking: Annotated[Tracking, Identity.NEVER] = Tracking()
     """MLflow."""
+    own_metrics: Annotated[dict[str, OwnMetric] | None, Identity.NEVER] = None
+    """Unit and direction of the metrics of your own files, found when a run is prepared; null: the
+    run has none."""
     files: dict[str, dict[str, str]] | None = None
     """Digests of the files that other keys name, found when a run is prepared: the sha256 by key
     and file, the version by key and distribution."""

@@ -15,10 +15,10 @@ from raysim.config.references import load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named
 from raysim.config.sections.data import Arrays
-from raysim.config.sections.evaluation import BestBy, Evaluate
+from raysim.config.sections.evaluation import BestBy, Evaluate, OwnMetric
 from raysim.data import Dataset, Examples
 from raysim.errors import ConfigError, in_a_line
-from raysim.metrics import name_taken
+from raysim.metrics import declare_own, find_metric, name_taken, own_metrics_of
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.methods.registry import build_part, is_shipped
@@ -300,6 +300,7 @@ def make_metrics(config: Config, task: LearningTask, outputs: int) -> tuple[Task
         metric = _make_metric(name, task, outputs)
         if metric.name in metrics:
             raise ConfigError(f"{METRICS_KEY}: '{metric.name}' occurs twice; remove one")
+        declare_own(metric.name, metric.unit, metric.larger_is_better)
         metrics[metric.name] = metric
     return tuple(metrics.values())
 
@@ -361,6 +362,25 @@ def written_out(config: Config, task: LearningTask, metrics: tuple[TaskMetric, .
         best = BestBy(metric=metrics[0].name, mode=mode)
     update = {"metrics": tuple(map(_full_name, _metric_names(config, task), metrics)), "best": best}
     return config.evaluate.model_copy(update=update)
+
+
+def own_metrics(
+    metrics: Iterable[TaskMetric], rules: Iterable[ClientRule | ServerRule]
+) -> dict[str, OwnMetric] | None:
+    """Return unit and direction of the metrics of users' files; None if there are none.
+
+    Args:
+        metrics: the metrics of the run's evaluations.
+        rules: the rules of the run, some of which declare metrics (`logs`).
+    """
+    entries = [find_metric(metric.name) for metric in metrics]
+    bases = {base for rule in rules for base in type(rule).__mro__}
+    entries += own_metrics_of({getattr(base, "name", "") for base in bases})
+    own = {}
+    for entry in entries:
+        if entry is not None and entry.users_own:
+            own[entry.name] = OwnMetric(unit=entry.unit, larger_is_better=entry.larger_is_better)
+    return own or None
 
 
 def _full_name(name: str, metric: TaskMetric) -> str:

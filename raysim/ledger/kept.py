@@ -45,8 +45,9 @@ def kept_config(config: Config) -> dict[str, Any]:
         config: Resolved configuration.
     """
     kept = config.model_dump(mode="json", exclude=set(_WITHOUT_EFFECT))
-    if config.stop is None:  # as in rows of versions that do not have it
-        kept.pop("stop")
+    for key in ("stop", "own_metrics"):
+        if kept[key] is None:  # as in rows of versions that do not have it
+            kept.pop(key)
     kept["resources"] = {key: kept["resources"][key] for key in _RESOURCES}
     kept["data"] = {k: v for k, v in kept["data"].items() if k not in ("root", "download")}
     return kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from raysim.metrics.table import (
     CLIENT_FIGURES,
@@ -50,6 +50,32 @@ def declare_evaluation(name: str, unit: str, meaning: str, larger_is_better: boo
         larger_is_better: whether larger values are better.
     """
     _DECLARED[name] = Metric(name, unit, meaning, METRICS_KEY, larger_is_better=larger_is_better)
+
+
+def declare_own(name: str, unit: str, larger_is_better: bool | None) -> None:
+    """Declare a metric of a user's file, unless raysim has one of that name.
+
+    Args:
+        name: name under which it is logged.
+        unit: its unit; "" for none.
+        larger_is_better: whether larger values are better; None: neither.
+    """
+    entry = find_metric(name)
+    if entry is None or entry.users_own:
+        meaning = entry.meaning if entry else ""
+        _DECLARED[name] = Metric(
+            name, unit, meaning, METRICS_KEY, users_own=True, larger_is_better=larger_is_better
+        )
+
+
+def own_metrics_of(rules: Container[str]) -> list[Metric]:
+    """Return the metrics that rules of users' files declare.
+
+    Args:
+        rules: names of the rules.
+    """
+    own = [metric for metric in _DECLARED.values() if metric.users_own]
+    return [metric for metric in own if any(rule in rules for rule in metric.rules)]
 
 
 def all_metrics() -> list[Metric]:

@@ -188,7 +188,7 @@ METRICS = (
     ),
     Metric(
         "val/{name}",
-        "",
+        "as the metric",
         "metric of the evaluation on the held-out examples",
         "partition.val_fraction, evaluate.metrics",
     ),

@@ -33,6 +33,7 @@ def write_out(
         client = group.client and _with_parameters(group.client.name, rules.groups[name])
         groups[name] = group.model_copy(update={"client": client})
     evaluate = learning.written_out(config, workload.learning_task, workload.metrics)
+    own_rules = (rules.client, rules.server, *rules.groups.values())
     model = {"name": config.model.name, **build.net_arguments(config.model)}
     update = {
         "client": _rule_section(config, config.client, rules.client),
@@ -45,6 +46,7 @@ def write_out(
         ),
         "task": learning.task_section(config, workload.learning_task),
         "evaluate": evaluate,
+        "own_metrics": learning.own_metrics(workload.metrics, own_rules),
         "stop": early_stop.written_out(config.stop, evaluate.best),
     }
     written_out = probes.with_probe_parameters(config.model_copy(update=update), attached)

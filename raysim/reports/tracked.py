@@ -15,7 +15,7 @@ import pandas as pd
 
 from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.errors import ConfigError
-from raysim.metrics import accumulates, find_metric, without_figure
+from raysim.metrics import accumulates, declare_own, find_metric, without_figure
 from raysim.spelling import did_you_mean
 
 T = TypeVar("T")
@@ -36,6 +36,7 @@ KEYS_WITHOUT_EFFECT += tuple(
     f"resources.{key}" for key in ("executor", "actors", "cpus", "server_threads", "address")
 )
 KEYS_WITHOUT_EFFECT += ("resources.timeout", "resources.call_timeout", "sweep.", "client_state.")
+KEYS_WITHOUT_EFFECT += ("own_metrics",)
 """Prefixes of parameters that cannot change the results of a run."""
 
 LAST_EVALUATIONS = 10
@@ -211,7 +212,8 @@ def with_histories(
         ConfigError: No run is left, or `metric` is None and the runs select by different ones.
     """
     metric = metric or _compared_metric(done)
-    if _may_be_of_method(metric):
+    own = _declare_own_metrics(done, say)
+    if without_figure(metric) not in own and _may_be_of_method(metric):
         # The import takes seconds, which reports on the engine's metrics save.
         from raysim.rules.methods.registry import discover
 
@@ -239,6 +241,30 @@ def with_histories(
             "metric (--metric) or x_axis (--x-axis)"
         )
     return runs
+
+
+def _declare_own_metrics(done: Sequence[FinishedRun], say: Callable[[str], None]) -> set[str]:
+    """Declare the metrics of users' files as runs have recorded them; return their names.
+
+    If the file has changed in between, the last run counts.
+    """
+    own: dict[str, tuple[str, str]] = {}
+    for run in done:
+        for key, direction in run.params.items():
+            place, _, field_name = key.rpartition(".")
+            if not key.startswith("own_metrics.") or field_name != "larger_is_better":
+                continue
+            name = place.removeprefix("own_metrics.")
+            recorded = (run.params.get(f"{place}.unit", ""), direction)
+            if own.setdefault(name, recorded) != recorded:
+                say(
+                    f"'{name}' has another unit or direction in some runs than in others; those of "
+                    "the last run are used"
+                )
+            own[name] = recorded
+    for name, (unit, direction) in own.items():
+        declare_own(name, unit, {"true": True, "false": False}.get(direction))
+    return set(own)
 
 
 def _comparable(run: FinishedRun) -> FinishedRun:

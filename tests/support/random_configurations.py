@@ -59,6 +59,7 @@ NOT_VARIED = {
     "name",
     "run_dir",
     "files",
+    "own_metrics",
     "tracking",
     "resources",
     "data",

@@ -133,6 +133,15 @@ class Evaluate(Section):
         return is_due(self.every, rounds_done, rounds)
 
 
+class OwnMetric(Section):
+    """What reports have to know of a metric of yours, because they do not import your files."""
+
+    unit: str = ""
+    """Unit of its values, such as share; empty for none."""
+    larger_is_better: bool | None = None
+    """Whether larger values are better; null: neither."""
+
+
 class Stop(Section):
     """Early stopping: the metric whose values end the run before `rounds`.
 
