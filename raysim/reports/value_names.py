@@ -1,7 +1,7 @@
 """Readable names in reports: of files and rules that come from files, and those that a user gives.
 
 A rule from a file is a parameter such as "/home/me/study/my.py:MyClient", and the content of a file
-is a digest. Tables and legends show "MyClient", and "version 1".
+is a digest. Tables and legends show "MyClient", and "version 3fa2c1d4", its first letters.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ NO_NAMES: Names = {}
 _FILE = re.compile(r"(?P<folder>(?:[^:]*/)?)(?P<file>[^/:]+)(?P<object>:\w+)?")
 """A path, or a path and an object of the file."""
 
+DIGEST_LETTERS = 8
+"""Number of first letters of the digest of a file that name its version."""
+
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -40,21 +43,19 @@ def readable(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
 def _readable_values(values: Sequence[str]) -> dict[str, str]:
     """Return the readable name of each value of a parameter."""
     names: dict[str, str] = {}
-    n_digests = 0
     forms = {value: _short_forms(value) for value in dict.fromkeys(values)}
     shared = Counter(form for some in forms.values() for form in set(some))
     for value in forms:
-        if _DIGEST.fullmatch(value):
-            n_digests += 1
-            names[value] = f"version {n_digests}"
-        else:
-            # The shortest form that no other value may be taken for.
-            names[value] = next((form for form in forms[value] if shared[form] == 1), value)
+        # The shortest form that no other value may be taken for.
+        names[value] = next((form for form in forms[value] if shared[form] == 1), value)
     return names
 
 
 def _short_forms(value: str) -> list[str]:
-    """Return the forms of a path to Python code or of an absolute path, the shortest one first."""
+    """Return the forms of a path to Python code, an absolute path or a digest, shortest first."""
+    if _DIGEST.fullmatch(value):
+        # A number would belong to another version as soon as one is added.
+        return [f"version {value[:DIGEST_LETTERS]}", value]
     match = _FILE.fullmatch(value)
     if match is None or not (match["file"].endswith(".py") or value.startswith("/")):
         return [value]

@@ -240,7 +240,7 @@ def test_keys_that_only_one_kind_has_are_columns_only_where_they_tell_rows_apart
     columns = [row.parameters.get("local.optimizer.eps") for row in rows([sgd, *adam])]
     assert sorted(columns, key=str) == ["0.1", "0.2", None]
     (line,) = ResultsTable(rows([adam[0]], group=["files.net"])).markdown().splitlines()[2:]
-    assert line.startswith("| version 1 | 1 |")
+    assert line.startswith("| version aaaaaaaa | 1 |")
 
 
 def test_a_metric_that_accumulates_is_reported_by_its_last_value():
@@ -885,8 +885,9 @@ def test_readable_names_of_rules_and_files():
         "deep/er/my.py:Only": "Only",
         "net.py": "net",
         "/data/set.npz": "set.npz",
-        "a" * 64: "version 1",
-        "f" * 64: "version 2",
+        "a" * 64: "version aaaaaaaa",
+        "b" * 63 + "0": "b" * 63 + "0",
+        "b" * 63 + "1": "b" * 63 + "1",
         "[[0, 0.1], [5, 0.01]]": "[[0, 0.1], [5, 0.01]]",
         "hf:google/vit": "hf:google/vit",
     }
@@ -895,8 +896,11 @@ def test_readable_names_of_rules_and_files():
     contents: list[dict[str, Any]] = [{"files__client__/home/me/my.py": c * 64} for c in "ab"]
     changed = [run([0.1], **content) for content in contents]
     lines = ResultsTable(rows(changed)).markdown().splitlines()
-    assert lines[0].startswith("| file my.py |") and lines[3].startswith("| version 2 |")
+    assert lines[0].startswith("| file my.py |") and lines[3].startswith("| version bbbbbbbb |")
     assert [curve.label for curve in curves(changed)] == [
-        "file my.py version 1",
-        "file my.py version 2",
+        "file my.py version aaaaaaaa",
+        "file my.py version bbbbbbbb",
     ]
+    between = run([0.1], **{"files__client__/home/me/my.py": "a9" * 32})
+    more = ResultsTable(rows([*changed, between])).markdown().splitlines()
+    assert set(lines) < set(more), "another version changes no name"
