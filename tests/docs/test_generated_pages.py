@@ -155,3 +155,17 @@ def test_links_of_readmes_lead_where_they_did(extension):
     pages = extension("result_pages").pages()
     assert "](../../configs/gradma/pictures/full_table1_mnist.png)" in pages["gradma"]
     assert "](gradma.md)" in pages["claims"]
+
+
+def test_a_page_with_generated_parts_says_where_a_checkout_has_them():
+    """Markdown itself, as on GitHub, shows none of them."""
+    docs = EXTENSIONS.parent
+    pages = [path for path in docs.rglob("*.md") if "_build" not in path.parts]
+    generated = re.compile(r"```{include} \.\./generated/|```{eval-rst}")
+    by_hand = [path for path in pages if generated.search(path.read_text())]
+    assert len(by_hand) > 6
+    for path in [*by_hand, docs / "results.md"]:
+        text = " ".join(path.read_text().split())
+        assert "In a checkout " in text, (
+            f"{path}: say by which command a reader of the plain file gets them"
+        )
