@@ -35,7 +35,7 @@ WRITTEN_BY_HAND = {"index.md", "research_tasks.md"}
 
 
 def write(source_folder: Path) -> None:
-    """Write all generated pages, and remove those that nothing generates any more."""
+    """Write all generated pages and plots, and remove those that nothing generates any more."""
     for folder, generators in GENERATORS.items():
         pages = {name: text for pages_of in generators for name, text in pages_of().items()}
         directory = source_folder / folder
@@ -49,6 +49,7 @@ def write(source_folder: Path) -> None:
                 not path.exists() or path.read_text() != text
             ):  # an unchanged page is not built again
                 path.write_text(text)
+    result_pages.draw(source_folder / "results")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

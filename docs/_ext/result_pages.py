@@ -1,9 +1,12 @@
-"""Results: the READMEs beside the shipped configurations, as pages, and what they say of one
-method."""
+"""Results: the READMEs beside the shipped configurations, as pages, with the plots that their
+commands draw from ledgers, and what they say of one method."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +16,11 @@ from raysim.rules import contract
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "configs"
 
+_PLOT = re.compile(
+    r"^raysim (report (?:sweep|curves) .*--ledger configs/.*--out (\S+)\.png)$", re.M
+)
+"""A command that draws a plot from a ledger."""
+
 _LINK = re.compile(r"\]\((?!https?:|#)([^)\s]+)\)")
 
 
@@ -20,7 +28,40 @@ def pages() -> dict[str, str]:
     """Return a page for each README below configs/, and one for the list of claims."""
     texts = {path.parent.name: path for path in sorted(CONFIGS.glob("*/README.md"))}
     texts["claims"] = CONFIGS / "CLAIMS.md"
-    return {name: _with_links_from_here(path) for name, path in texts.items() if path.exists()}
+    found = {name: _with_links_from_here(path) for name, path in texts.items() if path.exists()}
+    return {name: _with_plots(name, text) for name, text in found.items()}
+
+
+def plots() -> dict[str, str]:
+    """Return the commands of plots by file, without those whose plots are committed."""
+    commands: dict[str, str] = {}
+    for path in sorted(CONFIGS.glob("*/README.md")):
+        for command, plot in _PLOT.findall(path.read_text()):
+            if not (path.parent / "pictures" / f"{plot}.png").exists():
+                commands[f"{path.parent.name}-{plot}.png"] = command
+    return commands
+
+
+def draw(folder: Path) -> None:
+    """Draw all plots into a folder, so that they show what the ledgers have.
+
+    Args:
+        folder: docs/results.
+    """
+    for name, command in plots().items():
+        words = shlex.split(command)
+        words[words.index("--out") + 1] = str(folder / name)
+        raysim = [sys.executable, "-m", "raysim", *words]
+        subprocess.run(raysim, cwd=REPOSITORY, check=True, capture_output=True)
+
+
+def _with_plots(page: str, text: str) -> str:
+    """Return the text of a page with each plot below the block of its command."""
+    for name, command in plots().items():
+        if name.startswith(f"{page}-"):
+            end = text.index("\n```", text.index(command)) + len("\n```")
+            text = f"{text[:end]}\n\n![The plot of `raysim report … --out`]({name}){text[end:]}"
+    return text
 
 
 def _with_links_from_here(path: Path) -> str:

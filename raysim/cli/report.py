@@ -213,6 +213,17 @@ def report_sweep(
         float | None,
         typer.Option(help="plot the first round that reached this value, instead of a result"),
     ] = None,
+    paper: Annotated[
+        str | None,
+        typer.Option(help="of a heatmap: a paper's figures in brackets, as in report table"),
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="VALUE=NAME, of a heatmap: show a value, a parameter or the metric under this "
+            "name; may be repeated"
+        ),
+    ] = None,
     out: Picture = None,
     log: Log = False,
 ) -> None:
@@ -321,6 +332,8 @@ def _print_plot(context: typer.Context, kind: str) -> None:
     out = values["out"] or _picture(context, kind)
     check_picture(out)
     source, options = _source_and_options(context)
+    if values.get("label"):
+        options["label"] = values["label"]
     report = PLOTTED_KINDS[kind](source, aside, **options)
     drawn = _written(out, report.plot)
     say(f"{report.text}; {out}" if report.text else drawn)

@@ -19,17 +19,20 @@ from raysim.reports.analysis.aggregate import direction, figures_of, rows
 from raysim.reports.analysis.curves import Curve, along, curves, grid
 from raysim.reports.claims import claim_section, verdicts
 from raysim.reports.grouping import apart, having, label
+from raysim.reports.published import read_published
 from raysim.reports.runs import RunSource
 from raysim.reports.table_columns import with_numbers
 from raysim.reports.table_report import (
     KeyNames,
     Say,
+    check_published,
     cost_unit_of,
     known_statistic,
     split_keys,
 )
 from raysim.reports.table_row import differs
 from raysim.reports.tracked import CostUnit, Statistic, TrackedRun
+from raysim.reports.value_names import Names, names_given
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,8 @@ def sweep_report(
     statistic: str | None = None,
     target: float | None = None,
     log_x: bool = False,
+    paper: str | None = None,
+    label: str | Sequence[str] | Names = (),
 ) -> Report:
     """Return results over one or two parameters.
 
@@ -123,11 +128,13 @@ def sweep_report(
             with `target`.
         target: Report the first round with this value of the metric instead. Not allowed with `y`.
         log_x: Whether the x-axis of the plot is logarithmic. Not allowed with `y`.
+        paper: Published results, which the cells of a heatmap have in brackets; as for a table.
+        label: Names of values, parameters and the metric in the plot of a heatmap; as for a table.
 
     Returns:
         For one parameter, a report whose frame has the columns curve (label of the other parameters
         that differ), the parameter, mean, std and n. For two parameters: panel (label of the other
-        parameters that differ), both parameters, mean.
+        parameters that differ), both parameters, mean, and with `paper` paper_best.
 
     Raises:
         ConfigError: An option is invalid, or a run, the metric or a parameter does not exist.
@@ -141,12 +148,17 @@ def sweep_report(
             "statistic (--statistic): with a target the rounds to it are shown; leave out "
             "statistic or target (--target)"
         )
+    if y is None and (paper or label):
+        option = "paper (--paper)" if paper else "label (--label)"
+        raise ConfigError(f"{option}: only a heatmap shows it; leave it out, or add y (--y)")
     known = known_statistic(statistic or "best")
     runs = source.finished(metric, say)
+    if paper:
+        check_published(runs[0].metric, [known])
     if known == "best" and target is None:
         _say_where_last_differs(runs, say)
     if y is not None:
-        return _heatmap(runs, x, y, known, say)
+        return _heatmap(runs, x, y, known, say, paper, label)
     return _lines(runs, x, known, target, log_x, say)
 
 
@@ -185,23 +197,46 @@ def _lines(
     return Report(runs, _points(lines, x).drop(columns="panel"), plot)
 
 
-def _heatmap(runs: Sequence[TrackedRun], x: str, y: str, statistic: Statistic, say: Say) -> Report:
+def _heatmap(
+    runs: Sequence[TrackedRun],
+    x: str,
+    y: str,
+    statistic: Statistic,
+    say: Say,
+    paper: str | None = None,
+    labels: str | Sequence[str] | Names = (),
+) -> Report:
     """Return results over two parameters."""
     metric = runs[0].metric
+    printed = read_published(paper) if paper else []
     records = []
-    grids = []
-    for panel, members in apart(runs, [x, y], say):
-        columns, lines, cells = grid(members, x, y, metric, say, statistic)
-        grids.append((panel, columns, lines, cells))
-        records += [(panel, *pair, mean) for pair, mean in cells.items()]
-    frame = with_numbers(pd.DataFrame(records, columns=["panel", x, y, "mean"]), [x, y])
+    panels: list[plots.Panel] = []
+    for title, members in apart(runs, [x, y], say):
+        panel = plots.Panel(title, *grid(members, x, y, metric, say, statistic, printed))
+        panels.append(panel)
+        for pair, mean in panel.cells.items():
+            records.append((title, *pair, mean, panel.published.get(pair)))
+    if paper and not any(panel.published for panel in panels):
+        say(f"paper (--paper): {paper} has no result for these runs")
+    frame = pd.DataFrame(records, columns=["panel", x, y, "mean", "paper_best"])
+    frame = with_numbers(frame if paper else frame.drop(columns="paper_best"), [x, y])
     (shown,) = figures_of(metric, [statistic], direction(runs, metric))
+    names = names_given(labels, _nameable(panels, x, y, metric))
 
     def plot(path: Path) -> str:
-        plots.plot_heatmap(grids, x, y, shown, path)
+        plots.plot_heatmap(panels, x, y, shown, path, names)
         return f"{len(records)} values in {path}"
 
     return Report(runs, frame, plot)
+
+
+def _nameable(panels: Sequence[plots.Panel], x: str, y: str, metric: str) -> list[str]:
+    """Return all that may have a name in heatmaps: parameters, values and the metric."""
+    things = [*x.split(","), *y.split(","), metric]
+    for panel in panels:
+        for value in (*panel.columns, *panel.lines):
+            things += [value, *value.split(", ")]
+    return list(dict.fromkeys(things))
 
 
 def sensitivity_report(

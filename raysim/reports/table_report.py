@@ -98,7 +98,7 @@ def table_report(
     say = _once(say)
     runs, *runs_of_others = _runs_by_metric(source, say, metrics, select_by, cost_unit)
     if paper:
-        _check_published(runs[0].metric, statistics)
+        check_published(runs[0].metric, statistics)
     rows = aggregate.rows(
         runs,
         runs[0].metric,
@@ -106,7 +106,7 @@ def table_report(
         select_by=select_by or "",
         target=_goal(target, target_value, relative_to, runs, printed, say),
         group=split_keys(group),
-        across=split_keys(columns) or (),
+        across=split_keys(columns),
         best_of=split_keys(best_of),
         say=say,
     )
@@ -119,7 +119,6 @@ def table_report(
         rows = comparisons.compared(rows, runs, compare_with, say)
     if ranks:
         rows = aggregate.ranked(rows, say)
-    labels = [label] if isinstance(label, str) else label
     table = ResultsTable(rows, cost_unit, runs=runs)
     if columns:
         crossed = {
@@ -130,7 +129,7 @@ def table_report(
         }
         across = _across(columns, split_keys(group), runs, crossed)
         table = CrossTable(rows, cost_unit, runs=runs, across=across)
-    return replace(table, names=names_given(labels, table.nameable()))
+    return replace(table, names=names_given(label, table.nameable()))
 
 
 def _across(
@@ -315,8 +314,16 @@ def _once(say: Say) -> Say:
     return say_once
 
 
-def _check_published(metric: str, statistics: Sequence[Statistic]) -> None:
-    """Raise ConfigError if papers do not publish a metric, or not this statistic of it."""
+def check_published(metric: str, statistics: Sequence[Statistic]) -> None:
+    """Check that papers publish a metric and its statistic.
+
+    Args:
+        metric: The metric.
+        statistics: Its statistics, the first of which is compared.
+
+    Raises:
+        ConfigError: They do not.
+    """
     if metric not in ("accuracy", "clients/accuracy", "clients/accuracy_weighted"):
         raise ConfigError(
             f"paper (--paper): published results are accuracies, not {metric}; leave out paper or "

@@ -66,7 +66,17 @@ def _short_forms(value: str) -> list[str]:
     return [first, *tails]
 
 
-def names_given(given: Sequence[str] | Names, things: Sequence[str]) -> Names:
+def named(text: str, names: Names) -> str:
+    """Return the name of a value, or of several values with commas the names of each.
+
+    Args:
+        text: The value or values.
+        names: The names.
+    """
+    return names.get(text) or ", ".join(names.get(part, part) for part in text.split(", "))
+
+
+def names_given(given: str | Sequence[str] | Names, things: Sequence[str]) -> Names:
     """Return the names that a user gives.
 
     Args:
@@ -79,13 +89,13 @@ def names_given(given: Sequence[str] | Names, things: Sequence[str]) -> Names:
     """
     names = {}
     if not isinstance(given, Mapping):
-        given = dict(_split(text, things) for text in given)
+        texts = [given] if isinstance(given, str) else given
+        given = dict(_split(text, things) for text in texts)
     for thing, name in given.items():
         if thing not in things:
             hint = did_you_mean(thing, things) or f"; it has {', '.join(things)}"
             raise ConfigError(
-                f"label (--label): the table has no value, parameter, metric or header "
-                f"'{thing}'{hint}"
+                f"label (--label): there is no value, parameter, metric or header '{thing}'{hint}"
             )
         names[thing] = name
     return names

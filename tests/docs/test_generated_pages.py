@@ -169,3 +169,18 @@ def test_a_page_with_generated_parts_says_where_a_checkout_has_them():
         assert "In a checkout " in text, (
             f"{path}: say by which command a reader of the plain file gets them"
         )
+
+
+def test_plots_of_results_are_drawn_when_the_pages_are_built(extension, tmp_path):
+    """Only those that are not committed; each stands below the block of its command."""
+    results = extension("result_pages")
+    assert set(results.plots()) >= {"robust-heatmap.png", "personalised-heatmap.png"}
+    for name in results.plots():
+        page, _, plot = name.partition("-")
+        text = results.pages()[page]
+        command, link = text.index(f"--out {plot}\n"), text.index(f"]({name})")
+        assert command < link and text[command:link].count("```") == 1
+    assert "full_table1_mnist" not in " ".join(results.plots())
+    results.draw(tmp_path)
+    for name in results.plots():
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG"), name

@@ -358,7 +358,7 @@ def test_the_metric_is_the_first_that_runs_have():
 def test_a_heatmap_of_several_parameters_needs_the_first_of_them():
     said: list[str] = []
     ((_, members),) = apart(attacks_and_defences(), ["algorithm", "attack,epsilon"], said.append)
-    columns, lines, cells = grid(members, "algorithm", "attack,epsilon", say=said.append)
+    columns, lines, cells, _ = grid(members, "algorithm", "attack,epsilon", say=said.append)
     assert (columns, lines) == (["avg", "median"], ["alie", "ipm, 0.1", "ipm, 100"])
     assert cells["avg", "ipm, 100"] == pytest.approx(0.73) and len(cells) == 4
     assert not said
@@ -608,6 +608,59 @@ def test_parts_over_two_parameters_differ_in_nothing_else(tmp_path: Path):
     assert grids[1][3]["0.5", "0.9"] == pytest.approx(0.6)
     plots.plot_heatmap(grids, "beta1", "beta2", Figure("accuracy"), tmp_path / "h.png")
     assert (tmp_path / "h.png").stat().st_size > 4000
+
+
+def test_a_heatmap_has_the_papers_figures_names_and_dashes(tmp_path: Path, monkeypatch):
+    """A cell has one decimal place; a turned label ends at its column."""
+    paper = tmp_path / "mine.csv"
+    paper.write_text(
+        "attack,attack.epsilon,algorithm,best,std\nipm,100,avg,0.7,0.02\nalie,,median,0.85,\n"
+    )
+    drawn = []
+    real = plots._panels
+    monkeypatch.setattr(plots, "_panels", lambda *a, **k: drawn.append(real(*a, **k)) or drawn[-1])
+    runs = []
+    for one in attacks_and_defences():
+        params = {key.replace("epsilon", "attack.epsilon"): v for key, v in one.params.items()}
+        runs.append(dataclasses.replace(one, params=params))
+    source: Any = SimpleNamespace(finished=lambda metric, say: runs)
+    asked: dict[str, Any] = {"x": "algorithm", "y": "attack,attack.epsilon", "paper": str(paper)}
+    label = ["algorithm=defence", "attack.epsilon=ε", "median=coordinate-wise median", "ipm=IPM"]
+    said: list[str] = []
+    report = report_kinds.sweep_report(source, said.append, **asked, label=label)
+    report.plot(tmp_path / "h.png")
+    ((figure, (axes,)),) = drawn
+    texts = {text.get_position(): text.get_text() for text in axes.texts}
+    assert texts == {
+        (0, 0): "–",
+        (1, 0): "90.0\n(85.0)",
+        (0, 1): "80.0",
+        (1, 1): "–",
+        (0, 2): "73.0\n(70.0)",
+        (1, 2): "50.0",
+    }
+    columns, lines = axes.get_xticklabels(), axes.get_yticklabels()
+    assert [tick.get_text() for tick in columns] == ["avg", "coordinate-wise median"]
+    assert {(tick.get_ha(), tick.get_rotation()) for tick in columns} == {("right", 30)}
+    assert [tick.get_text() for tick in lines] == ["alie", "IPM, 0.1", "IPM, 100"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("defence", "attack, ε")
+    bar = figure.axes[-1].get_ylabel().replace("\n", "")
+    assert bar == "best accuracy % (in brackets: paper)"
+    found = report.frame.set_index(["algorithm", "attack,attack.epsilon"])["paper_best"].dropna()
+    assert found.to_dict() == {("avg", "ipm, 100"): 0.7, ("median", "alie"): 0.85}
+    report_kinds.sweep_report(source, said.append, **{**asked, "paper": None}).plot(
+        tmp_path / "h.png"
+    )
+    assert drawn[-1][1][0].get_ylabel() == "attack, epsilon"
+    paper.write_text("algorithm,best,std\nother,0.7,0.02\n")
+    report_kinds.sweep_report(source, said.append, **asked)
+    assert said[-1].endswith("mine.csv has no result for these runs")
+    with pytest.raises(ConfigError, match=r"^label .*no value, parameter, metric or header 'av'"):
+        report_kinds.sweep_report(source, said.append, **asked, label=["av=AVG"])
+    with pytest.raises(ConfigError, match=r"^paper .*only a heatmap shows it"):
+        report_kinds.sweep_report(source, said.append, x="attack.epsilon", paper="gradma")
+    with pytest.raises(ConfigError, match=r"^paper .*published results are best values"):
+        report_kinds.sweep_report(source, said.append, **asked, statistic="last")
 
 
 def test_panels_of_a_heatmap_share_a_scale_that_ends_at_100_percent(tmp_path: Path, monkeypatch):

@@ -77,7 +77,7 @@ def rows(
     select_by: str = "",
     target: float | Goal | None = None,
     group: Sequence[str] | None = None,
-    across: Sequence[str] = (),
+    across: Sequence[str] | None = None,
     best_of: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[TableRow]:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raysim.errors import ConfigError
-from raysim.reports.analysis.aggregate import rows
+from raysim.reports.analysis.aggregate import add_published, rows
 from raysim.reports.analysis.targets import refuse_unreachable
 from raysim.reports.grouping import apart, by_size, group_keys, grouped, label, resolved
+from raysim.reports.published import PublishedResult
 from raysim.reports.table_row import MeanStd
 from raysim.reports.tracked import Statistic, TrackedRun
 from raysim.reports.value_names import readable
@@ -126,7 +127,8 @@ def grid(
     metric: str = "accuracy",
     say: Callable[[str], None] = lambda line: None,
     statistic: Statistic = "best",
-) -> tuple[list[str], list[str], dict[tuple[str, str], float]]:
+    printed: Sequence[PublishedResult] = (),
+) -> tuple[list[str], list[str], dict[tuple[str, str], float], dict[tuple[str, str], float]]:
     """Return the mean result for each pair of values of two parameters.
 
     Args:
@@ -136,17 +138,21 @@ def grid(
         metric: Metric of the histories.
         say: Called with one line if cells hold runs that differ in more than their seed.
         statistic: Result of a run.
+        printed: Published results, as from `published.read_published`.
 
     Returns:
-        The sorted values of x, those of y, and the mean result by (value of x, value of y). The
-        value of several parameters is their values, with commas.
+        The sorted values of x, those of y, the mean result by (value of x, value of y), and the
+        published best value of the pairs that have one. The value of several parameters is their
+        values, with commas.
 
     Raises:
         ConfigError: No run has a parameter, or no run has both.
     """
     keys = [resolved(runs, axis.split(","), "x and y (--x and --y)") for axis in (x, y)]
     table = rows(runs, metric, statistics=[statistic], group=[*keys[0], *keys[1]], say=say)
+    table = add_published(table, printed)
     cells: dict[tuple[str, str], float] = {}
+    published: dict[tuple[str, str], float] = {}
     orders: list[dict[str, tuple]] = [{}, {}]
     for row in table:
         if row.result and all(of_axis[0] in row.parameters for of_axis in keys):
@@ -157,7 +163,9 @@ def grid(
                 order[pair[-1]] = tuple(map(by_size, values))
             first, second = pair
             cells[first, second] = row.result.mean
+            if row.printed is not None and row.printed.best is not None:
+                published[first, second] = row.printed.best
     if not cells:
         raise ConfigError(f"x and y (--x and --y): no run has both {x} and {y}")
     columns, lines = (sorted(order, key=order.__getitem__) for order in orders)
-    return columns, lines, cells
+    return columns, lines, cells, published

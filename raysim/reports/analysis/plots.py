@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,8 +20,9 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
 
 from raysim.metrics import is_share
+from raysim.reports.table_columns import MISSING_TEXT
 from raysim.reports.table_row import Figure
-from raysim.reports.value_names import NO_NAMES
+from raysim.reports.value_names import NO_NAMES, Names, named
 
 if TYPE_CHECKING:
     from raysim.reports.analysis.curves import Curve
@@ -121,46 +123,96 @@ def _panels(
     return figure, cells[:count]
 
 
-Panel = tuple[str, Sequence[str], Sequence[str], Mapping[tuple[str, str], float]]
-"""Title, ordered values of x and of y, and the result by (x, y); missing cells are white."""
+class Panel(NamedTuple):
+    """A heatmap."""
+
+    title: str
+    """Title; "" for none."""
+
+    columns: Sequence[str]
+    """Ordered values of x."""
+
+    lines: Sequence[str]
+    """Ordered values of y."""
+
+    cells: Mapping[tuple[str, str], float]
+    """Result by (x, y); a missing cell is white, with a dash."""
+
+    published: Mapping[tuple[str, str], float] = MappingProxyType({})
+    """Published result by (x, y), which stands in brackets below ours."""
 
 
-def plot_heatmap(panels: Sequence[Panel], x: str, y: str, shown: Figure, path: Path) -> None:
+def plot_heatmap(
+    panels: Sequence[tuple],
+    x: str,
+    y: str,
+    shown: Figure,
+    path: Path,
+    names: Names = NO_NAMES,
+) -> None:
     """Plot heatmaps of a result over two parameters; the first value of y is at the top.
 
     Args:
-        panels: At least one panel; all have one colour scale.
+        panels: At least one panel, with the values of `Panel`. All have one colour scale, which is
+            that of our results.
         x: Label of the x-axis.
         y: Label of the y-axis.
         shown: Metric and statistic of the cells; accuracies are shown in percent.
         path: File to write; its suffix sets the format. The folder must exist.
+        names: Names of values, parameters and the metric.
     """
     scale = 100 if shown.percent else 1
+    drawn = [Panel(*panel) for panel in panels]
     tables = []
-    for _, columns, lines, cells in panels:
-        tables.append([[scale * cells.get((c, r), np.nan) for c in columns] for r in lines])
+    for panel in drawn:
+        values = [[panel.cells.get((c, r), np.nan) for c in panel.columns] for r in panel.lines]
+        tables.append(scale * np.array(values))
     low, high = _colour_range(np.concatenate([np.ravel(table) for table in tables]), shown.percent)
-    n_columns, n_lines = (max(len(panel[i]) for panel in panels) for i in (1, 2))
+    n_columns = max(len(panel.columns) for panel in drawn)
+    n_lines = max(len(panel.lines) for panel in drawn)
     size = (2 + 0.8 * n_columns, max(1.5 + 0.6 * n_lines, MIN_HEATMAP_INCHES))
     canvas, places = _panels(len(panels), size, shared=False)
-    for axes, (title, columns, lines, _), values in zip(places, panels, tables, strict=True):
+    for axes, panel, values in zip(places, drawn, tables, strict=True):
         axes.imshow(values, cmap="viridis", aspect="auto", vmin=low, vmax=high)
         for (i, j), value in np.ndenumerate(values):
-            if np.isfinite(value):
-                colour = "black" if value > (low + high) / 2 else "white"
-                axes.text(j, i, f"{value:.3g}", ha="center", va="center", color=colour)
-        axes.set(xticks=range(len(columns)), yticks=range(len(lines)))
-        axes.set(xticklabels=columns, yticklabels=lines)
-        axes.set_xlabel(_wrapped(x, size[0]))
-        axes.set_ylabel(_wrapped(y, size[1]))
-        axes.set_title(fill(title, MAX_TITLE_LETTERS), fontsize="small")
-        if max(map(len, columns)) > MAX_UPRIGHT_LETTERS:
-            axes.tick_params(axis="x", rotation=30)
-    header = shown.header(NO_NAMES, alone=False)
+            is_light = value > (low + high) / 2 or not np.isfinite(value)
+            text = _cell_text(value, shown.percent)
+            published = panel.published.get((panel.columns[j], panel.lines[i]))
+            if published is not None:
+                text += f"\n({_cell_text(scale * published, shown.percent)})"
+            colour = "black" if is_light else "white"
+            axes.text(j, i, text, ha="center", va="center", color=colour)
+        columns = [named(column, names) for column in panel.columns]
+        is_long = max(map(len, columns)) > MAX_UPRIGHT_LETTERS
+        # A turned label ends at its column; one in its middle would seem to be of the next.
+        turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
+        axes.set_xticks(range(len(columns)), columns, **turned)
+        axes.set_yticks(range(len(panel.lines)), [named(line, names) for line in panel.lines])
+        axes.set_xlabel(_wrapped(_axis_label(x, names), size[0]))
+        axes.set_ylabel(_wrapped(_axis_label(y, names), size[1]))
+        axes.set_title(fill(panel.title, MAX_TITLE_LETTERS), fontsize="small")
+    header = shown.header(names, alone=False)
+    if any(panel.published for panel in drawn):
+        header += " (in brackets: paper)"
     fraction = 0.15 / min(len(panels), 3)  # of the width of a panel, which is matplotlib's default
     colours = places[0].images[0]
     canvas.colorbar(colours, ax=places, label=_wrapped(header, size[1]), fraction=fraction)
     canvas.savefig(path)
+
+
+def _cell_text(value: float, percent: bool) -> str:
+    """Return the text of a cell: one decimal place of a percentage, else three digits."""
+    if not np.isfinite(value):
+        return MISSING_TEXT
+    return f"{value:.1f}" if percent else f"{value:.3g}"
+
+
+def _axis_label(axis: str, names: Names) -> str:
+    """Return the label of an axis: its parameters, of which one below the first is shortened."""
+    first, *others = axis.split(",")
+    shown = [names.get(first, first)]
+    shown += [names.get(key, key.removeprefix(f"{first}.")) for key in others]
+    return ", ".join(shown)
 
 
 def _colour_range(values: np.ndarray, percent: bool) -> tuple[float, float]:
