@@ -174,14 +174,16 @@ def plot_heatmap(
     canvas, places = _panels(len(panels), size, shared=False)
     for axes, panel, values in zip(places, drawn, tables, strict=True):
         axes.imshow(values, cmap="viridis", aspect="auto", vmin=low, vmax=high)
-        for (i, j), value in np.ndenumerate(values):
-            is_light = value > (low + high) / 2 or not np.isfinite(value)
-            text = _cell_text(value, shown.percent)
-            published = panel.published.get((panel.columns[j], panel.lines[i]))
-            if published is not None:
-                text += f"\n({_cell_text(scale * published, shown.percent)})"
-            colour = "black" if is_light else "white"
-            axes.text(j, i, text, ha="center", va="center", color=colour)
+        for i, line in enumerate(panel.lines):
+            for j, column in enumerate(panel.columns):
+                value = values[i, j]
+                text = _cell_text(value, shown.percent)
+                published = panel.published.get((column, line))
+                if published is not None:
+                    text += f"\n({_cell_text(scale * published, shown.percent)})"
+                is_light = value > (low + high) / 2 or not np.isfinite(value)
+                colour = "black" if is_light else "white"
+                axes.text(j, i, text, ha="center", va="center", color=colour)
         columns = [named(column, names) for column in panel.columns]
         is_long = max(map(len, columns)) > MAX_UPRIGHT_LETTERS
         # A turned label ends at its column; one in its middle would seem to be of the next.
