@@ -33,7 +33,6 @@ from raysim.rules import (
     ClientRule,
     LocalData,
     Net,
-    Problem,
     Report,
     State,
     Task,
@@ -45,19 +44,13 @@ from raysim.rules import (
 class MOONClient(ClientRule):
     """Local SGD with a contrastive term: towards global, away from previous features."""
 
+    needs_features = True
     mu: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the contrastive term."""
     temperature: Annotated[float, Field(gt=0)] = 0.5
     """T of the contrastive term."""
     first_previous: Literal["global", "random"] = "global"
     """Previous model at the first participation: x, or a random one."""
-
-    def check(self, problem: Problem) -> None:
-        if not problem.has_features:
-            raise ValueError(
-                f"name: 'moon' compares representations, the input of a net's last linear layer; "
-                f"model '{problem.model}' has none that is learnt"
-            )
 
     def state(self, task: Task) -> State:
         return {"y_prev": task.zeros(), "buffers_prev": task.zero_buffers()}

@@ -40,6 +40,7 @@ class FedGenClient(ClientRule):
     """Local SGD whose classifier must suit generated features too."""
 
     needs_class_labels = True
+    needs_features = True
     supports_dp = False  # counts have no noise
     needs = ("x", "prior", *generator.GENERATOR)
     sends = {"delta": Upload("P"), "counts": Upload("C", mode="sum")}
@@ -47,12 +48,6 @@ class FedGenClient(ClientRule):
     """Weight of the loss on generated features."""
     noise_dim: PositiveInt = 32
     """Numbers in the noise of a generated example."""
-
-    def check(self, problem):
-        if not problem.has_features:
-            raise ValueError(
-                f"name: 'fedgen' generates features; model '{problem.model}' learns none"
-            )
 
     def noise(self, task):
         return {"eps": (("B", self.noise_dim), "normal"), "label": (("B",), "uniform")}

@@ -18,15 +18,10 @@ from raysim.rules import Algorithm, ClientRule, NonNegative, task_loss
 class FedDecorrClient(ClientRule):
     """Local SGD with decorrelated features."""
 
+    needs_features = True
     supports_dp = False  # examples meet in K
     beta: NonNegative = 0.1
     """Weight of the penalty."""
-
-    def check(self, problem):
-        if not problem.has_features:
-            raise ValueError(
-                f"name: 'feddecorr' decorrelates features; model '{problem.model}' learns none"
-            )
 
     def loss(self, shared, state, net, batch, task):
         z = net.features - batch.mean(net.features)

@@ -28,18 +28,13 @@ MAX_PASSES = 200
 class FedALAClient(ClientRule):
     """Local SGD from a mixture of the own and the global model, weighted element by element."""
 
+    needs_features = True
     eta: NonNegative = 1.0
     """Step size of W."""
     passes: PositiveInt = 1
     """Passes over the client's data that train W in a round."""
     steady: NonNegative = 0.0
     """Standard deviation of losses at which W has converged; 0: no convergence is waited for."""
-
-    def check(self, problem):
-        if not problem.has_features:
-            raise ValueError(
-                f"name: 'fedala' weighs the classifier; model '{problem.model}' has none"
-            )
 
     def state(self, task):
         own = {"own": task.x0, "buffers": task.initial_buffers}

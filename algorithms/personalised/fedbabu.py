@@ -1,7 +1,9 @@
 """FedBABU (Oh et al., ICLR 2022).
 
 The classifier keeps its random start, also under weight decay: only the body is trained and
-averaged. A client then fine-tunes the whole net on its own data, for its evaluation only.
+averaged. A client then fine-tunes the whole net on its own data, for its evaluation only. The
+whole model is sent and counted as traffic; the paper's clients could do with the body, because the
+classifier never changes.
 
 Run: raysim run quickstart algorithm=fedbabu partition.test.fraction=0.2 evaluate.clients.every=20
 evaluate.clients.fine_tune.steps=5
@@ -19,11 +21,7 @@ from raysim.rules import Algorithm, ClientRule
 class FedBABUClient(ClientRule):
     """Local SGD of the body; the classifier stays as it is."""
 
-    def check(self, problem):
-        if not problem.has_features:
-            raise ValueError(
-                f"name: 'fedbabu' keeps the classifier as it is; model '{problem.model}' has none"
-            )
+    needs_features = True
 
     def init(self, shared, client_state, data, task):
         return {"body": ~task.part("classifier")}

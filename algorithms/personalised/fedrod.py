@@ -23,12 +23,7 @@ class FedRoDClient(ClientRule):
     """Local SGD with the balanced softmax, and a personal head on the same features."""
 
     needs_class_labels = True
-
-    def check(self, problem):
-        if not problem.has_features:
-            raise ValueError(
-                f"name: 'fedrod' adds a head to the classifier; model '{problem.model}' has none"
-            )
+    needs_features = True
 
     def state(self, task):
         return {"head": task.zeros(), "buffers": task.initial_buffers}

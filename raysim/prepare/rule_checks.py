@@ -58,6 +58,11 @@ def check_rule(section: str, half: str, rule: ClientRule | ServerRule, problem: 
                 f"model: client rule '{rule.name}' sends '{key}' with a size of F features, but "
                 f"'{problem.model}' does not end in a linear classifier on features"
             )
+    if rule.needs_features and not problem.has_features:
+        raise ConfigError(
+            f"model: {half} rule '{rule.name}' needs features, but '{problem.model}' does not end "
+            "in a linear classifier on features that it learns; take another net"
+        )
     if isinstance(rule, ServerRule) and rule.counts_equally and rule.weights != "uniform":
         raise ConfigError(
             f"{section}.weights: server rule '{rule.name}' counts all clients equally; leave it out"

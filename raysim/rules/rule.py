@@ -96,6 +96,8 @@ class Rule:
     installed methods. Others may be logged too."""
     needs_class_labels: ClassVar[bool] = False
     """Whether the rule works for `task: classification` only."""
+    needs_features: ClassVar[bool] = False
+    """Whether the net has to end in a linear classifier on features that it learns."""
     needs_public_data: ClassVar[PublicNeed] = ""
     """Public data that the rule needs: "inputs", or "labels" beside them; "" for none."""
 
