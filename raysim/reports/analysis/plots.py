@@ -174,22 +174,8 @@ def plot_heatmap(
     canvas, places = _panels(len(panels), size, shared=False)
     for axes, panel, values in zip(places, drawn, tables, strict=True):
         axes.imshow(values, cmap="viridis", aspect="auto", vmin=low, vmax=high)
-        for i, line in enumerate(panel.lines):
-            for j, column in enumerate(panel.columns):
-                value = values[i, j]
-                text = _cell_text(value, shown.percent)
-                published = panel.published.get((column, line))
-                if published is not None:
-                    text += f"\n({_cell_text(scale * published, shown.percent)})"
-                is_light = value > (low + high) / 2 or not np.isfinite(value)
-                colour = "black" if is_light else "white"
-                axes.text(j, i, text, ha="center", va="center", color=colour)
-        columns = [named(column, names) for column in panel.columns]
-        is_long = max(map(len, columns)) > MAX_UPRIGHT_LETTERS
-        # A turned label ends at its column; one in its middle would seem to be of the next.
-        turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
-        axes.set_xticks(range(len(columns)), columns, **turned)
-        axes.set_yticks(range(len(panel.lines)), [named(line, names) for line in panel.lines])
+        _write_cells(axes, panel, values, shown.percent, (low + high) / 2)
+        _name_ticks(axes, panel, names)
         axes.set_xlabel(_wrapped(_axis_label(x, names), size[0]))
         axes.set_ylabel(_wrapped(_axis_label(y, names), size[1]))
         axes.set_title(fill(panel.title, MAX_TITLE_LETTERS), fontsize="small")
@@ -200,6 +186,32 @@ def plot_heatmap(
     colours = places[0].images[0]
     canvas.colorbar(colours, ax=places, label=_wrapped(header, size[1]), fraction=fraction)
     canvas.savefig(path)
+
+
+def _write_cells(
+    axes: Axes, panel: Panel, values: np.ndarray, percent: bool, middle: float
+) -> None:
+    """Write the results into the cells of a heatmap, black from the middle of the colours on."""
+    scale = 100 if percent else 1
+    for i, line in enumerate(panel.lines):
+        for j, column in enumerate(panel.columns):
+            value = values[i, j]
+            text = _cell_text(value, percent)
+            published = panel.published.get((column, line))
+            if published is not None:
+                text += f"\n({_cell_text(scale * published, percent)})"
+            colour = "white" if value <= middle else "black"  # black on white, where it is NaN
+            axes.text(j, i, text, ha="center", va="center", color=colour)
+
+
+def _name_ticks(axes: Axes, panel: Panel, names: Names) -> None:
+    """Write the values of a heatmap's axes."""
+    columns = [named(column, names) for column in panel.columns]
+    is_long = max(map(len, columns)) > MAX_UPRIGHT_LETTERS
+    # A turned label ends at its column; one in its middle would seem to be of the next.
+    turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
+    axes.set_xticks(range(len(columns)), columns, **turned)
+    axes.set_yticks(range(len(panel.lines)), [named(line, names) for line in panel.lines])
 
 
 def _cell_text(value: float, percent: bool) -> str:
