@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from raysim.models.batchnorm_statistics import (
 )
 from raysim.models.first_outputs import check_first_loss, check_outputs
 from raysim.models.keyed_layers import (
+    DropoutMask,
     ForwardContext,
     NoteFeatures,
     set_keyed_forwards,
@@ -43,6 +45,9 @@ from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.shipped_tasks import Classification
 from raysim.system.global_generators import GlobalGenerators
 from raysim.system.signals import reraise_stop
+
+Calls = list[tuple[nn.Module, tuple[int, ...]]]
+"""The layer and the shape of the mask of each call of a dropout."""
 
 
 class Model:
@@ -137,14 +142,15 @@ class Model:
         self.features = self.classifier.in_features if self.has_features and self.classifier else 0
         """F, the size of that representation; 0 if there is none."""
         self.dropouts = self._dry_run()
-        """Shape and rate of every dropout, in the order of calls."""
+        """The mask of every dropout, in the order of calls; none for one of rate 0."""
 
-    def _dry_run(self) -> list[tuple[tuple[int, ...], float]]:
+    def _dry_run(self) -> list[DropoutMask]:
         """Run two examples, refuse outputs that do not fit the task, return the dropouts."""
         x, _ = self.examples(2)
         generators = GlobalGenerators()
         try:
-            outputs, dropouts = self._first_pass(x)
+            outputs, of_two = self._first_pass(x)
+            of_three = self._first_pass(self.examples(3)[0])[1] if of_two else []
         except ConfigError:
             raise
         except BaseException as error:
@@ -159,10 +165,31 @@ class Model:
         check_outputs(outputs, [2, *self.output_shape], self.learning_task, self.label)
         if self.sample is not None:
             check_first_loss(self.learning_task, outputs, Batch(*self._real(2)))
-        return dropouts
+        return self._dropouts(of_two, of_three)
 
-    def _first_pass(self, x: Tensor) -> tuple[Tensor, list[tuple[tuple[int, ...], float]]]:
-        """Return the outputs for inputs x, and the dropouts; choose the memory format."""
+    def _dropouts(self, of_two: Calls, of_three: Calls) -> list[DropoutMask]:
+        """Return the masks of dropouts from their calls for two and for three examples."""
+        masks: list[DropoutMask] = []
+        for (layer, two), (_, three) in zip_longest(of_two, of_three, fillvalue=(None, ())):
+            rate = getattr(layer, "p", 0.0)
+            mask = DropoutMask.of(two, three, rate)
+            if mask is None:
+                raise ConfigError(
+                    f"{self.label} calls a dropout of rate {rate:g} on tensors of shape "
+                    f"{list(two)} for two examples and {list(three)} for three, so that masks "
+                    "cannot be drawn before a pass; let the shape follow from the number of "
+                    "examples, or set the rate to 0"
+                )
+            masks.append(mask)
+        return masks
+
+    @property
+    def masks_are_of_examples(self) -> bool:
+        """True if each example has masks of its own, along their first dimension."""
+        return all(mask.is_of_examples for mask in self.dropouts)
+
+    def _first_pass(self, x: Tensor) -> tuple[Tensor, Calls]:
+        """Return the outputs for inputs x, and the calls of dropouts; choose the memory format."""
         bound = BoundModel(self)
         bound.frame.probe = []
         try:

@@ -36,8 +36,8 @@ class ForwardContext:
     """[Q], the running statistics of all BatchNorm layers."""
     moved: dict[int, Tensor] = field(default_factory=dict)
     """New running statistics of a pass with `in_place` False, by their start in `buffers`."""
-    probe: list[tuple[tuple[int, ...], float]] | None = None
-    """Collects the shape and rate of every dropout; then no dropout is applied."""
+    probe: list[tuple[nn.Module, tuple[int, ...]]] | None = None
+    """Collects the layer and the shape of every dropout mask; then no dropout is applied."""
     calls: int = 0
     """Number of dropout calls of this pass so far."""
     features: Tensor | None = None
@@ -198,24 +198,102 @@ class KeyedDropout(LayerForward[nn.modules.dropout._DropoutNd]):
         """
         x, layer, frame = input, self.layer, self.frame
         if frame.probe is not None:
-            if layer.training:
-                shape = tuple(x.shape[1:])
-                if type(layer) is not nn.Dropout:  # it drops whole channels
-                    shape = shape[:1] + (1,) * len(shape[1:])
-                frame.probe.append((shape, layer.p))
+            if layer.training and layer.p > 0:
+                frame.probe.append((layer, mask_shape(layer, x)))
             return x
-        mask = self.mask()
+        mask = self.mask(x)
         if mask is None:
             return x
         return x.mul_(mask) if layer.inplace else x * mask
 
-    def mask(self) -> Tensor | None:
-        """Return the mask of this call, and count the call; None without dropout."""
-        frame = self.frame
-        if frame.mode == "eval" or not frame.drop or not self.layer.training:
+    def mask(self, x: Tensor) -> Tensor | None:
+        """Return the mask of this call, and count the call; None without dropout.
+
+        Args:
+            x: the input of the call.
+
+        Raises:
+            ValueError: the net called other dropouts, or with other shapes, on its first examples.
+        """
+        frame, layer = self.frame, self.layer
+        if frame.mode == "eval" or not frame.drop or not layer.training or layer.p == 0:
             return None
         frame.calls += 1
-        return frame.drop[frame.calls - 1]
+        if frame.calls > len(frame.drop):
+            raise ValueError(
+                f"the net calls dropouts more than {len(frame.drop)} times, as it did on its first "
+                "examples; let their number not depend on the inputs, and leave them out of "
+                "torch.utils.checkpoint, which calls them again"
+            )
+        mask = frame.drop[frame.calls - 1]
+        if mask.shape != mask_shape(layer, x):
+            raise ValueError(
+                f"a {type(layer).__name__} gets a tensor of shape {list(x.shape)}, which does not "
+                f"follow from the number of examples as it did on the first ones; its mask is "
+                f"{list(mask.shape)}"
+            )
+        return mask
+
+
+def mask_shape(layer: nn.modules.dropout._DropoutNd, x: Tensor) -> tuple[int, ...]:
+    """Return the shape of the mask that PyTorch draws for a dropout.
+
+    Args:
+        layer: one of `DROPOUTS`.
+        x: its input.
+    """
+    shape = tuple(x.shape)
+    if type(layer) is nn.Dropout:
+        return shape
+    # PyTorch takes inputs of fewer dimensions for one example without a batch dimension.
+    is_one_example = {nn.Dropout1d: len(shape) == 2, nn.Dropout3d: len(shape) != 5}
+    kept = 1 if is_one_example.get(type(layer), False) else 2
+    return shape[:kept] + (1,) * len(shape[kept:])
+
+
+@dataclass(frozen=True)
+class DropoutMask:
+    """Mask of one dropout call, for any number of examples."""
+
+    sizes: tuple[int, ...]
+    """Size of each dimension, for one example in those that grow with their number."""
+    grows: tuple[bool, ...]
+    """Whether a dimension grows with the number of examples."""
+    rate: float
+    """Probability that an entry is dropped."""
+
+    def shape(self, n: int) -> tuple[int, ...]:
+        """Return the shape of the mask.
+
+        Args:
+            n: number of examples.
+        """
+        sizes = zip(self.sizes, self.grows, strict=True)
+        return tuple(size * n if grows else size for size, grows in sizes)
+
+    @property
+    def is_of_examples(self) -> bool:
+        """True if the first dimension, and no other, is that of the examples."""
+        return self.sizes[:1] == (1,) and self.grows == (True, *[False] * len(self.sizes[1:]))
+
+    @classmethod
+    def of(cls, two: tuple[int, ...], three: tuple[int, ...], rate: float) -> DropoutMask | None:
+        """Return the mask whose shapes for two and three examples are known.
+
+        Args:
+            two: the shape for two examples.
+            three: the shape for three examples.
+            rate: probability that an entry is dropped.
+
+        Returns:
+            The mask; None if its shape does not follow from the number of examples.
+        """
+        if len(two) != len(three):
+            return None
+        grows = tuple(a != b for a, b in zip(two, three, strict=True))
+        sizes = tuple(b - a if a != b else a for a, b in zip(two, three, strict=True))
+        mask = cls(sizes, grows, rate)
+        return mask if (mask.shape(2), mask.shape(3)) == (two, three) else None
 
 
 def has_own_forward(module: nn.Module) -> bool:

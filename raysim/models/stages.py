@@ -27,11 +27,12 @@ class StagedModel(nn.Sequential):
 
     @property
     def dropouts_before(self) -> list[int]:
-        """The number of keyed dropouts before each stage, and before the end."""
+        """The number of keyed dropouts with masks before each stage, and before the end."""
         counts = []
         for stage in self.stages:
             forwards = [vars(module).get("forward") for module in stage.modules()]
-            counts.append(sum(isinstance(forward, KeyedDropout) for forward in forwards))
+            keyed = [forward for forward in forwards if isinstance(forward, KeyedDropout)]
+            counts.append(sum(forward.layer.p > 0 for forward in keyed))
         return [0, *accumulate(counts)]
 
     def forward(self, x: Tensor, first: int = 0, levels: list[Tensor] | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch calls x `input`

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import check_reading
 from raysim.models.flat import BoundModel, Model
+from raysim.models.keyed_layers import DropoutMask
 from raysim.models.nets import zoo
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, Net
@@ -210,8 +211,8 @@ def test_forward_gradient_and_statistics_are_pytorchs(n):
     model = made(net)
     w, buffers = model.initial()
     assert torch.equal(w, flat(net.parameters())) and torch.equal(buffers, statistics(net))
-    assert [rate for _, rate in model.dropouts] == [0.25, 0.5]
-    assert [tuple(shape) for shape, _ in model.dropouts] == [(4, 1, 1), (6,)]
+    assert [mask.rate for mask in model.dropouts] == [0.25, 0.5]
+    assert [mask.shape(7) for mask in model.dropouts] == [(7, 4, 1, 1), (7, 6)]
 
     task = loop(model, w, buffers)
     logits: list[Tensor] = []
@@ -549,4 +550,4 @@ def test_a_net_that_ends_in_a_swapped_module():
     assert model.buffer_size == 20
 
     last = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Dropout(0.5))
-    assert Model(last, (1, 8, 8), 10).dropouts == [((10,), 0.5)]
+    assert Model(last, (1, 8, 8), 10).dropouts == [DropoutMask((1, 10), (True, False), 0.5)]

@@ -298,10 +298,28 @@ class Coupled(nn.Module):
         return self.head(torch.relu(self.how(self.body(x))))
 
 
+class ChangesGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, change):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.change = change
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.change(g), None
+
+
+def with_gradient(change):
+    return lambda h: ChangesGradient.apply(h, change)
+
+
 COUPLINGS = {
     "mean of the batch": lambda h: h - h.mean(0),
     "a little of it": lambda h: h - 0.02 * h.mean(0),
     "attention among examples": lambda h: torch.softmax(h @ h.transpose(-1, -2), -1) @ h,
+    "norm of a gradient": with_gradient(lambda g: g / g.norm()),
+    "sign of a gradient": with_gradient(lambda g: 0.01 * g.sign()),
+    "clipped gradient": with_gradient(lambda g: g.clamp(-0.001, 0.001)),
 }
 
 

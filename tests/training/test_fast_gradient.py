@@ -198,8 +198,8 @@ def drawn(model: Model, n: int, seed: int = 5, sets: int = 1) -> Batch:
     rng = np.random.default_rng((seed, n))
     drops = tuple(
         tuple(
-            torch.from_numpy((rng.random((n, *s)) >= rate) / (1 - rate)).to(model.dtype)
-            for s, rate in model.dropouts
+            torch.from_numpy((rng.random(m.shape(n)) >= m.rate) / (1 - m.rate)).to(model.dtype)
+            for m in model.dropouts
         )
         for _ in range(sets)
     )

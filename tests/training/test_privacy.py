@@ -29,8 +29,8 @@ def batch(model: Model, n: int, seed: int = 0) -> Batch:
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(n, *model.shape, dtype=model.dtype, generator=rng)
     drop = tuple(
-        (torch.rand(n, *shape, dtype=model.dtype, generator=rng) < rate).to(model.dtype)
-        for shape, rate in model.dropouts
+        (torch.rand(mask.shape(n), dtype=model.dtype, generator=rng) < mask.rate).to(model.dtype)
+        for mask in model.dropouts
     )
     return Batch(x, torch.randint(0, model.classes, (n,), generator=rng), (drop,))
 

@@ -90,6 +90,7 @@ def check_reading(net: nn.Module, model: Model, settings: str = "") -> None:
         refuse_hidden_state(net, model, x)
         _refuse_foreign_parameters(net, model, x, y)
         _compare(net, model, x, y)
+        _try_dropout(model, x, y)
     if compared is not None:
         compared.add(settings)
 
@@ -178,6 +179,19 @@ def _compare(net: nn.Module, model: Model, x: Tensor, y: Tensor) -> None:
         got = _layers(bound.module[0], lambda: bound.forward(x, "eval", ours))
     if not close(got[0], expected[0]):
         _refuse(model, "in evaluation mode", expected[1], got[1])
+
+
+def _try_dropout(model: Model, x: Tensor, y: Tensor) -> None:
+    """Make a pass with masks, forward and backward, in which layers may be called again."""
+    if not model.dropouts:
+        return
+    bound = BoundModel(model)
+    w, buffers = model.initial()
+    bound.w.copy_(w)
+    masks = tuple(w.new_ones(mask.shape(len(x))) for mask in model.dropouts)
+    loss = _mean_loss(model, bound.forward(model.as_trained(x), "train", buffers, masks), x, y)
+    if loss.requires_grad:
+        torch.autograd.grad(loss, bound.parameters, allow_unused=True)
 
 
 def _pass(

@@ -1,4 +1,8 @@
-"""Nets in which the examples of a batch meet, so that pooling would change them."""
+"""Nets in which the examples of a batch meet, so that pooling would change them.
+
+They meet in a forward pass, or in a backward pass: where a gradient is divided by its norm, clipped
+or replaced by its sign inside of the net, the gradient of a sum is not the sum of gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,14 @@ LARGE_INPUTS = 8.0
 """Factor of inputs in a second batch."""
 
 
-@torch.no_grad()
 def couples_examples(model: Model) -> bool:
-    """Return whether the outputs for an example depend on the other examples of its batch.
+    """Return whether outputs or gradient of an example depend on the other examples of its batch.
 
     Args:
         model: the net.
     """
+    if not model.masks_are_of_examples:
+        return True
     bound = BoundModel(model)
     w, buffers = model.initial()
     # Initial zeros would hide a dependence.
@@ -44,12 +49,39 @@ def couples_examples(model: Model) -> bool:
             continue
         parts = [*x[:FEW].split(1), *x[FEW:].split(max(len(x) // 2, 1))]
         try:
-            alone = torch.cat([outputs(part) for part in parts])
+            alone = [outputs(part) for part in parts]
         except Exception:  # such as PyTorch's batch norm, which needs more than one value
             return True
-        if not close(alone, together, tolerance):
+        if not close(torch.cat(alone).detach(), together.detach(), tolerance):
+            return True
+        # Sums over many examples, whose terms may cancel.
+        if not close(*_gradients(bound, together, alone), 10 * tolerance):
             return True
     return False
+
+
+def _gradients(bound: BoundModel, together: Tensor, alone: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the gradient [P] of outputs that were computed together, and that of their parts.
+
+    The parts are clients of different weights, and the gradient of the loss by the outputs is made
+    up. The weights are inside of the gradient of the outputs together, and factors of the others.
+    """
+    rng = generator(0, "dry run")
+    of_outputs, total = [], torch.zeros_like(bound.w)
+    for k, outputs in enumerate(alone):
+        numbers = rng.standard_normal(tuple(outputs.shape), dtype="float32")
+        of_part, weight = torch.from_numpy(numbers).to(outputs), 2.0**-k
+        of_outputs.append(weight * of_part)
+        total += weight * _gradient(bound, outputs, of_part)
+    return _gradient(bound, together, torch.cat(of_outputs)), total
+
+
+def _gradient(bound: BoundModel, outputs: Tensor, of_outputs: Tensor) -> Tensor:
+    """Return the gradient [P] of outputs [B, ...], from that of a loss by them."""
+    if not outputs.requires_grad:
+        return torch.zeros_like(bound.w)
+    parts = torch.autograd.grad(outputs, bound.parameters, of_outputs, materialize_grads=True)
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def _trials(model: Model) -> list[Tensor]:

@@ -76,8 +76,7 @@ class ClientBatches:
         if self.examples.pad or self.examples.flip:
             purposes[AUGMENT] = ("B", NUMBERS_PER_AUGMENTATION), "uniform64"
         if self.model.dropouts:
-            of_example = self.sets * sum(math.prod(shape) for shape, _ in self.model.dropouts)
-            purposes[DROPOUT] = ("B", of_example), "uniform"
+            purposes[DROPOUT] = (), "uniform"  # see `_count`
         if private is not None and private.noise_multiplier > 0:
             purposes[PRIVATE_NOISE] = (self.model.size,), "normal"
         for key, spec in self.noise_specs.items():
@@ -226,11 +225,17 @@ class ClientBatches:
         """
         draws = {}
         for purpose, (shape, distribution) in self.purposes.items():
-            counts = [sum(math.prod(_of_batch(shape, n)) for n in of_task) for of_task in sizes]
+            counts = [sum(self._count(purpose, shape, n) for n in of_task) for of_task in sizes]
             draws[purpose] = StepNumbers(
                 self.config.seed, purpose, distribution, tasks, counts, self.model.device
             )
         return draws
+
+    def _count(self, purpose: str, shape: Sequence[int | str], n: int) -> int:
+        """Return how many random numbers a step with n examples needs for a purpose."""
+        if purpose == DROPOUT:
+            return self.sets * sum(math.prod(mask.shape(n)) for mask in self.model.dropouts)
+        return math.prod(_of_batch(shape, n))
 
     def private_noise(self, draws: Mapping[str, StepNumbers], k: int) -> Tensor | None:
         """Draw standard normal noise [P] for one private step; None without noise.
@@ -271,18 +276,19 @@ class ClientBatches:
             n: number of examples.
 
         Returns:
-            The masks [n, ...] of all layers, for each independent set; () without dropout.
+            The masks of all layers, [n, ...] where each example has one of its own, for each
+            independent set; () without dropout.
         """
         if DROPOUT not in draws:
             return ()
         sets = []
         for _ in range(self.sets):
             masks = []
-            for shape, rate in self.model.dropouts:
+            for mask in self.model.dropouts:
                 # In place, which is several times as fast on a CPU.
-                kept = draws[DROPOUT].take(k, n, *shape).ge_(rate)
+                kept = draws[DROPOUT].take(k, *mask.shape(n)).ge_(mask.rate)
                 # The limit avoids 0 / 0 at rate 1.
-                masks.append(kept.to(self.model.dtype).mul_(1 / max(1 - rate, 1e-30)))
+                masks.append(kept.to(self.model.dtype).mul_(1 / max(1 - mask.rate, 1e-30)))
             sets.append(tuple(masks))
         return tuple(sets)
 

@@ -160,7 +160,7 @@ def matches_autograd(model: Model) -> bool:
     modes: tuple[PassMode, ...] = ("train", "frozen", "eval")
     for mode, n in product(modes, (1, 3)):
         x = _random(rng, model, n, *model.shape)
-        drop = tuple(_random(rng, model, n, *shape) for shape, _ in model.dropouts)
+        drop = tuple(_random(rng, model, *mask.shape(n)) for mask in model.dropouts)
         if fast.supports(x) and not _same_gradient(bound, fast, x, mode, drop):
             return False
     return True
@@ -306,7 +306,7 @@ def _dropout(module: nn.Module) -> Forward:
     keyed: KeyedDropout = vars(module)["forward"]
 
     def forward(x: Tensor) -> tuple[Tensor, Backward]:
-        mask = keyed.mask()
+        mask = keyed.mask(x)
         if mask is None:
             return x, lambda g, needs_input, out: g
         return x * mask, lambda g, needs_input, out: g.mul_(mask)

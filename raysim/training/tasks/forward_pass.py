@@ -151,7 +151,15 @@ def one_by_one(
 
     Returns:
         The pass as a `Call`: it returns outputs [B, classes] and inputs of the classifier [B, F].
+
+    Raises:
+        ValueError: examples share dropout masks.
     """
+    if batch.drop and not model.masks_are_of_examples:
+        raise ValueError(
+            "a dropout of the net has a mask that is not one for each example (a tensor whose "
+            "first dimension is not the batch), so single examples have no gradients"
+        )
 
     def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
         # vmap passes on tensors only; the list says whether one of them is the features.
