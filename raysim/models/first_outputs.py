@@ -11,7 +11,7 @@ from raysim.errors import ConfigError, in_a_line
 from raysim.rules.batch import Batch
 from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.loss_task import LossTask
-from raysim.rules.tasks.shipped_tasks import TASKS
+from raysim.rules.tasks.shipped_tasks import TASKS, Classification
 from raysim.system.signals import reraise_stop
 
 
@@ -45,10 +45,24 @@ def check_outputs(outputs: Any, shape: list[int], task: LearningTask, label: str
         )
     else:
         kind, fix = list(outputs.shape), ""
+    if isinstance(outputs, Tensor) and [*outputs.shape, 1] == shape:
+        fix = "; let forward return one column, without squeeze"
+    elif isinstance(task, Classification) and _has_more_classes(outputs, shape):
+        fix = (
+            "; if some classes have no example, give their number with the data, "
+            f"classes={outputs.shape[1]}"
+        )
     raise ConfigError(
         f"{label} turns two examples into {kind}, but task '{task.name}' expects outputs of shape "
         f"{shape}{fix}"
     )
+
+
+def _has_more_classes(outputs: Any, shape: list[int]) -> bool:
+    """Return whether outputs are those of more classes than the data set has."""
+    if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+        return False
+    return outputs.shape[0] == shape[0] and outputs.shape[1] > shape[1]
 
 
 def check_first_loss(task: LearningTask, outputs: Tensor, batch: Batch) -> None:

@@ -176,7 +176,8 @@ def _partition(key: str, value: Any) -> Section:
         return given_partitions.store_partition(value)
     raise ConfigError(
         f"{key}: a {type(value).__name__} is neither a function of (y, clients, rng) nor a list "
-        "with the positions of each client's examples"
+        "with the positions of each client's examples; if it has the client of each example, give "
+        "it as users of the data, with partition=natural"
     )
 
 
@@ -195,6 +196,14 @@ def _step_sizes(key: str, value: Any) -> Any:
     if callable(value):
         return {"name": python_objects.reference(value)}
     return _plain(key, value)
+
+
+def _optimizer(key: str, value: Any) -> Section:
+    raise ConfigError(
+        f"{key}: a {type(value).__name__} is not possible, since a client's moments are kept and "
+        "reset here; give a name and its keys, such as {'name': 'adam', 'betas': [0.9, 0.99]}; "
+        "another optimizer is a client rule with a step of its own"
+    )
 
 
 def _model(key: str, value: Any) -> Section:
@@ -225,7 +234,8 @@ def _derived(base: type, shipped: Mapping[str, Any] | None = None) -> Callable[[
         if cls := _class_of(value, base):
             return _instance(key, value, cls, shipped or {})
         raise ConfigError(
-            f"{key}: {value!r} is neither a name nor derived from raysim's {base.__name__}"
+            f"{key}: {value!r} is neither a name nor derived from raysim's {base.__name__}; derive "
+            f"a class from raysim.rules.{base.__name__}"
         )
 
     return name_of
@@ -250,6 +260,8 @@ SECTIONS: dict[str, Callable[[str, Any], Section]] = {
     "schedule.sampling": _derived(ClientSampling),
     "local.lr": _step_sizes,
     "groups.*.local.lr": _step_sizes,
+    "local.optimizer": _optimizer,
+    "groups.*.local.optimizer": _optimizer,
 }
 """For each section that may be an object: the function that returns its name and parameters."""
 

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+)
 
 from raysim.data import import_torchvision
 from raysim.data.own.reading import make_dataset
@@ -213,6 +220,10 @@ def test_targets_where_there_is_no_token_are_refused():
         (Dataset(), "the training examples have no length .*; define __len__"),
         (X, "the training examples are a ndarray; expected"),
         ([X, Y, Y], "the training examples are a list of 3; expected"),
+        ([TENSORS, TENSORS, TENSORS], "these are 3 sets of examples, as if each client .* users"),
+        (DataLoader(TENSORS), r"the training examples are a DataLoader.*\(its attribute dataset\)"),
+        (Listed(((X[0], X[1]), 0), ((X[2], X[3]), 1)), "x of training example 0 is a tuple of 2 arr"),
+        ((X, np.array(list("abcabc"), dtype=object)), r".*is a str\); give numbers, the same in both"),
         ({"x": X, "Y": Y}, "the training half has the unknown key 'Y'"),
         ((X, np.array(["a", 1, None, 2, 3, 4], dtype=object)), "y is an array of Python objects"),
         ((X, None), "y is a NoneType; give numbers"),
@@ -233,3 +244,12 @@ def test_targets_where_there_is_no_token_are_refused():
 def test_what_cannot_be_read_is_one_error_that_names_it(train, message):
     with pytest.raises(ConfigError, match=f"^data: {message}"):
         made({"train": train, "test": (X, Y)})
+
+
+CLIENTS = [(X, Y), (X, Y), (X, Y), (X, Y)]
+
+
+@pytest.mark.parametrize("content", [CLIENTS, CLIENTS[:3], [TENSORS] * 4, dict(enumerate(CLIENTS))])
+def test_the_examples_of_each_client_by_itself_are_refused(content):
+    with pytest.raises(ConfigError, match=r"^data: these are . sets of examples, as if each client"):
+        made(content)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Subset
 
 import raysim
 from raysim.config import python_objects
@@ -170,6 +171,13 @@ def test_a_lost_or_changed_file_of_examples_is_named(config, cache):
         ("data", (X, Y), "data: x and y have no test half"),
         ("data", {"x": X, "y": Y}, "data: the mapping has no x_test"),
         ("data", 3, "data: expected x, y, x_test, y_test"),
+        ("data", {0: (X, Y), 1: (X, Y)}, "data: these are 2 sets of examples, as if each client"),
+        ("partition", [{0, 1}, {2}], r"found a set; give sorted\(\) of it"),
+        ("partition", [Subset(range(4), [0, 1])], "found a Subset; give its attribute indices"),
+        ("partition", np.zeros(4, int), "give it as users of the data, with partition=natural"),
+        ("local", {"optimizer": torch.optim.Adam}, "local.optimizer: a type is not possible"),
+        ("evaluate", {"metrics": [max]}, "derive a class from raysim.rules.TaskMetric"),
+        ("model", nn.Linear(4, 5), r"\[2, 5\].*give their number with the data, classes=5"),
         ("model", 3, "model: a int is neither a torch.nn.Module nor a function"),
         ("client", nn.Linear(2, 2), "client: a Linear is not a rule"),
         ("algorithm", dict, "algorithm: a type is not a rule"),

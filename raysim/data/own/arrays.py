@@ -119,7 +119,7 @@ class ArrayReader:
             raise self.error(f"{name} is a {type(values).__name__}; give numbers{dense}")
         if array.dtype.kind == "O":
             first = _first(array)
-            fix = "" if first else ", as .astype(float) makes of it"
+            fix = _numbering(name) if first else ", as .astype(float) makes of it"
             raise self.error(f"{name} is an array of Python objects{first}; give numbers{fix}")
         if array.dtype.kind in "US":
             raise self.error(f"{name} is of type {array.dtype}; give numbers{_numbering(name)}")

@@ -60,6 +60,8 @@ class FormReader(ArrayReader):
         """
         if isinstance(content, Mapping):
             return self._of_mapping(content)
+        if isinstance(content, tuple | list) and len(content) != 2:
+            self._refuse_clients(content)
         if isinstance(content, tuple | list) and len(content) == len(REQUIRED_ARRAYS):
             return tuple(content[:2]), tuple(content[2:]), {}
         if isinstance(content, tuple | list) and len(content) == 2:
@@ -77,6 +79,8 @@ class FormReader(ArrayReader):
     def _of_mapping(self, content: Mapping[Any, Any]) -> tuple[Any, Any, dict[str, Any]]:
         """Return both halves and the other entries of a mapping."""
         known = {key: content[key] for key in MAPPING_KEYS if key in content}
+        if not known:
+            self._refuse_clients(list(content.values()))
         for key, value in content.items():
             if key not in known and not _is_table(value):
                 raise self.error(f"unknown key {key!r}{did_you_mean(str(key), MAPPING_KEYS)}")
@@ -93,6 +97,16 @@ class FormReader(ArrayReader):
             return (x, y), (x_test, y_test), others
         return known["train"], known["test"], others
 
+    def _refuse_clients(self, parts: Collection[Any]) -> None:
+        """Refuse the examples of each client by itself."""
+        if parts and all(_is_data_set(part) or _is_pair(part) for part in parts):
+            raise self.error(
+                f"these are {len(parts)} sets of examples, as if each client had its own; give one "
+                "training set of all clients (torch.utils.data.ConcatDataset joins data sets), a "
+                "test set, and the client of each training example as users, with "
+                "partition=natural"
+            )
+
     def half(self, half: Any, split: str) -> Half:
         """Return x, y and users (None if there are none) of one half.
 
@@ -105,12 +119,19 @@ class FormReader(ArrayReader):
         """
         if _is_table(half) and not _is_transformed(half):
             return self._columns(half, split)
-        if isinstance(half, torch.utils.data.Dataset) or _is_table(half):
+        if _is_data_set(half):
             return self._examples(half, split)
         if isinstance(half, Mapping):
             return self._entries(half, f"the {split} half")
         if isinstance(half, tuple | list) and len(half) == 2:
             return half[0], half[1], None
+        if isinstance(half, tuple | list):
+            self._refuse_clients(half)
+        if isinstance(half, torch.utils.data.DataLoader):
+            raise self.error(
+                f"the {split} examples are a DataLoader, and clients draw their batches "
+                "themselves; give the data set that it loads (its attribute dataset)"
+            )
         raise self.error(
             f"the {split} examples are a {_kind(half)}; expected (x, y), a mapping of x and y, a "
             "torch Dataset or a Hugging Face dataset"
@@ -122,8 +143,7 @@ class FormReader(ArrayReader):
         Args:
             half: the half, in one of the known forms.
         """
-        is_data_set = isinstance(half, torch.utils.data.Dataset) or _is_table(half)
-        return class_names(half, self.place) if is_data_set else ()
+        return class_names(half, self.place) if _is_data_set(half) else ()
 
     def _entries(self, entries: Mapping[Any, Any], place: str) -> Half:
         """Return x, y and user of a mapping."""
@@ -202,11 +222,22 @@ class FormReader(ArrayReader):
                 example = {key: example[key] for key in ("x", "y", *USER_KEYS) if key in example}
             return self._entries(example, place)
         if isinstance(example, tuple | list) and len(example) == 2:
+            self._refuse_several_inputs(example[0], place)
             return *example, None
         raise self.error(
             f"{place} is a {_kind(example)}; expected a pair (x, y), or a mapping that names its "
             "entries: x, y and user"
         )
+
+    def _refuse_several_inputs(self, x: Any, place: str) -> None:
+        """Refuse several arrays as the input of one example, as nets with two inputs have them."""
+        if not isinstance(x, tuple | list) or not x:
+            return
+        if all(isinstance(part, torch.Tensor | np.ndarray) and part.ndim for part in x):
+            raise self.error(
+                f"x of {place} is a {_kind(x)} arrays, and a net gets one tensor; join them "
+                "(np.concatenate, np.stack), and let forward take them apart"
+            )
 
     def _entry(self, value: Any, name: str) -> Any:
         """Return the x or the y of an example as an array; an image of Pillow stays one."""
@@ -271,6 +302,16 @@ def _kind(value: Any) -> str:
     """Return the type of a value, of a tuple or a list with its length."""
     name = type(value).__name__
     return f"{name} of {len(value)}" if isinstance(value, tuple | list) else name
+
+
+def _is_data_set(value: Any) -> bool:
+    return isinstance(value, torch.utils.data.Dataset) or _is_table(value)
+
+
+def _is_pair(value: Any) -> bool:
+    """Return whether a value is a pair (x, y) of arrays or tensors."""
+    is_two = isinstance(value, tuple) and len(value) == 2
+    return is_two and all(isinstance(part, torch.Tensor | np.ndarray) for part in value)
 
 
 def _is_transformed(table: Any) -> bool:

@@ -380,7 +380,10 @@ def is_content(value: Any) -> bool:
         value: a mapping that was given as `data`.
     """
     examples = [value[key] for key in ("x", "y", "train", "test") if key in value]
-    return "name" not in value and any(not isinstance(part, str) for part in examples)
+    # Those of each client by itself are refused where they are read.
+    objects = tuple | np.ndarray | torch.Tensor | torch.utils.data.Dataset
+    clients = [part for part in value.values() if isinstance(part, objects)]
+    return "name" not in value and any(not isinstance(part, str) for part in [*examples, *clients])
 
 
 def _users_in_order(names: tuple[str, ...]) -> np.ndarray:

@@ -206,6 +206,10 @@ def _whole_numbers(entry: Any) -> np.ndarray:
     """Return one-dimensional integers as int64; raise `ValueError` for anything else."""
     if np.ma.is_masked(entry):
         raise ValueError("expected whole numbers in a row, found masked ones")
+    if isinstance(entry, set | frozenset):
+        raise ValueError("expected whole numbers in a row, found a set; give sorted() of it")
+    if hasattr(entry, "indices") and hasattr(entry, "dataset"):
+        raise ValueError(f"found a {type(entry).__name__}; give its attribute indices")
     values = np.asarray(entry)
     if values.ndim == 1 and values.dtype.kind == "b":
         raise ValueError("expected whole numbers, found true and false; take np.flatnonzero of it")
