@@ -305,6 +305,8 @@ def _references(function: FunctionType) -> dict[str, Any]:
 
 def _of_array(value: Any) -> str:
     """Return the digest of an array or a tensor, with its type and shape."""
+    if getattr(value, "is_meta", False):  # refused where the net is built
+        return f"{value.dtype} {tuple(value.shape)} meta"
     array = value.detach().cpu() if hasattr(value, "detach") else value
     try:
         content = array.numpy().tobytes() if hasattr(array, "numpy") else array.tobytes()

@@ -61,7 +61,8 @@ def find_statistics(net: nn.Module, x: Tensor) -> list[Statistic]:
         x: [B, ...], inputs for a pass, which is made only if the net has other buffers.
 
     Raises:
-        ConfigError: a BatchNorm averages over all batches (momentum None).
+        ConfigError: a BatchNorm averages over all batches (momentum None), or a buffer that moves
+            is not persistent.
     """
     moved = _moved_buffers(net, x) if _has_unknown_buffers(net) else set()
     statistics = []
@@ -77,6 +78,13 @@ def find_statistics(net: nn.Module, x: Tensor) -> list[Statistic]:
         has_keyed_forward = type(module) in BATCH_NORMS and not has_own_forward(module)
         for name, buffer in module.named_buffers(recurse=False):
             if name in running or _path(layer, name) in moved:
+                if name in module._non_persistent_buffers_set:
+                    raise ConfigError(
+                        f"model: {_described(layer, module)} changes its buffer '{name}' in "
+                        "training, which is not part of the state_dict that the server averages; "
+                        "register it with persistent=True, or keep what each pass computes anew in "
+                        "an attribute"
+                    )
                 shape = tuple(buffer.shape)
                 is_keyed = has_keyed_forward and name in running
                 statistics.append(Statistic(layer, name, start, shape, is_keyed))
@@ -102,7 +110,7 @@ def _moved_buffers(net: nn.Module, x: Tensor) -> set[str]:
     net.train()
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            net(x)
+            net(x.clone())
     except Exception:  # the dry run reports it
         return set()
     moved = set()

@@ -59,13 +59,30 @@ def find_factory(name: str) -> Callable:
         )
     if isinstance(factory, nn.Module):
         net = factory
+        _refuse_without_init(net)
         _refuse_odd_nets(net)
         return lambda: copy.deepcopy(net)
-    if not callable(factory):
+    if not callable(factory) or not _has_signature(factory):
         raise ConfigError(
             f"model.name: '{name}' is neither a torch.nn.Module nor a function that returns one"
         )
     return factory
+
+
+def _has_signature(function: Callable) -> bool:
+    try:
+        inspect.signature(function)
+    except (TypeError, ValueError):  # of a function in C
+        return False
+    return True
+
+
+def _refuse_without_init(net: nn.Module) -> None:
+    """Refuse a net whose `__init__` is not that of a module."""
+    if "_modules" not in vars(net):
+        raise ConfigError(
+            f"model: {type(net).__name__}.__init__ does not call super().__init__() first"
+        )
 
 
 def _which_net(file: str) -> str:
@@ -260,7 +277,9 @@ def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
             ) from None
     if not isinstance(net, nn.Module):
         raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module")
+    _refuse_without_init(net)
     _refuse_odd_nets(net)
+    _refuse_other_types(net, config.dtype)
     _set_start(net, common, getattr(torch, config.dtype))
     if "freeze" in common:
         freeze(net, common["freeze"], classes)
@@ -291,6 +310,21 @@ def _refuse_odd_nets(net: nn.Module) -> None:
     _refuse_odd_tensors(net)
 
 
+def _refuse_other_types(net: nn.Module, dtype: str) -> None:
+    """Refuse parameters of another type than the run's, which their owner chose.
+
+    float32 is PyTorch's default, so that it is no choice.
+    """
+    for name, parameter in net.named_parameters():
+        kind = str(parameter.dtype).removeprefix("torch.")
+        if parameter.is_floating_point() and kind not in ("float32", dtype):
+            wide = "set dtype: float64" if kind == "float64" else "local.precision: bf16 for passes"
+            raise ConfigError(
+                f"model: '{name}' is {kind}, and all parameters of this run are {dtype}; call "
+                f"float() of the net, or {wide}"
+            )
+
+
 def _refuse_odd_layers(net: nn.Module) -> None:
     """Refuse layers that are compiled, hold computed tensors, or have sparse gradients."""
     for name, module in net.named_modules():
@@ -314,7 +348,8 @@ def _refuse_odd_layers(net: nn.Module) -> None:
 
 
 def _refuse_odd_tensors(net: nn.Module) -> None:
-    """Refuse parameters and buffers without a shape, of complex numbers, or with hooks."""
+    """Refuse tensors without a shape or values, of complex numbers, with hooks, or tied by data."""
+    in_memory: dict[int, str] = {}
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
         layer = name.rpartition(".")[0]
         if nn.parameter.is_lazy(tensor):
@@ -323,10 +358,22 @@ def _refuse_odd_tensors(net: nn.Module) -> None:
                 f"model: {layer or 'the net'} ({kind}) has no shape before its first batch; give "
                 "the sizes, or run the net on one batch before"
             )
+        if tensor.is_meta:
+            raise ConfigError(
+                f"model: '{name}' has no values, since it is on the device meta; make the net on "
+                "the CPU"
+            )
         if tensor.is_complex():
             raise ConfigError(
-                f"model: '{name}' is complex, and parameters are one vector of real numbers; keep "
-                "real and imaginary part, and join them in forward by torch.complex"
+                f"model: '{name}' is complex, and parameters and buffers of a net are converted to "
+                "real numbers here; keep real and imaginary part, and join them in forward by "
+                "torch.complex"
+            )
+        other = in_memory.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
+        if isinstance(tensor, nn.Parameter) and other != name:
+            raise ConfigError(
+                f"model: '{other}' and '{name}' share their memory but are two parameters, which "
+                "a copy of the net parts; assign the parameter itself, not its data"
             )
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise ConfigError(

@@ -66,7 +66,9 @@ def magnitude(tensors: Iterable[Tensor | None]) -> float:
 
 
 def original_copy(net: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Return a copy of a user's net in the run's type, whose keyed dropout is off.
+    """Return a copy of a user's net in training mode and in the run's type.
+
+    Its keyed dropout is off, and it gets copies of its inputs, which it may change in place.
 
     Args:
         net: the net as the user wrote it.
@@ -75,7 +77,14 @@ def original_copy(net: nn.Module, dtype: torch.dtype, device: torch.device) -> n
     """
     original = copy.deepcopy(net).to(dtype=dtype, device=device)
     switch_off_dropout(original)
+    # Also those parameters are frozen that the net's own `train` freezes.
+    original.train()
+    original.register_forward_pre_hook(_copy_inputs, prepend=True)
     return original
+
+
+def _copy_inputs(net: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.clone() for x in inputs)
 
 
 def layer_names(net: nn.Module) -> dict[nn.Module, str]:

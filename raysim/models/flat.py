@@ -27,6 +27,7 @@ from raysim.models.batchnorm_statistics import (
     named_statistics,
     statistics_vector,
 )
+from raysim.models.comparison import same_values
 from raysim.models.first_outputs import check_first_loss, check_outputs
 from raysim.models.keyed_layers import (
     DropoutMask,
@@ -34,7 +35,7 @@ from raysim.models.keyed_layers import (
     NoteFeatures,
     set_keyed_forwards,
 )
-from raysim.models.parts import classifier_of, parameters_in_part
+from raysim.models.parts import classifier_of, own_name, parameters_in_part
 from raysim.models.precision import tf32
 from raysim.models.stages import StagedModel
 from raysim.randomness import generator
@@ -83,6 +84,8 @@ class Model:
                 or the loss has the wrong shape.
         """
         self.learning_task = learning_task or Classification()
+        self.changes_inputs = False
+        """Whether a pass changes its inputs in place, so that it gets a copy."""
         self.is_classifier = type(self.learning_task) is Classification
         """Whether the loss is the plain cross-entropy of class labels."""
         self.name = name
@@ -192,15 +195,20 @@ class Model:
         """Return the outputs for inputs x, and the calls of dropouts; choose the memory format."""
         bound = BoundModel(self)
         bound.frame.probe = []
+        trained = self.as_trained(x).clone()
+        before = trained.clone(), trained._version
         try:
             with torch.no_grad():
-                outputs = bound.forward(self.as_trained(x), "train", self.initial()[1])
+                outputs = bound.forward(trained, "train", self.initial()[1])
         except RuntimeError:
             if not self.channels_last:
                 raise
             # Code such as x.view(len(x), -1) needs PyTorch's default format.
             self.channels_last = False
             return self._first_pass(x)
+        # A change by `x.data` does not count as a version.
+        if trained._version != before[1] or not same_values(trained, before[0]):
+            self.changes_inputs = True
         # The user's code may use the statistics of a BatchNorm without calling it.
         called = bound.frame.passed
         layers = {s.layer for s in self.statistics if s.start in called}
@@ -287,12 +295,22 @@ class Model:
 
     def _trained(self) -> list[nn.Parameter]:
         """Return the parameters that are trained, each once, in the order of the flat vector."""
-        return [p for p in self.module.parameters() if p.requires_grad]
+        return self.trained_of(self.module)
+
+    def trained_of(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters of a copy of the net that are trained in the order of [P].
+
+        Args:
+            module: the copy. Its own `eval` may change which parameters have gradients.
+        """
+        parameters = dict(module.named_parameters())
+        return [parameters[name] for name in self.names]
 
     @property
     def frozen(self) -> dict[str, nn.Parameter]:
         """The parameters that are not trained, by their names in the container."""
-        return {n: p for n, p in self.module.named_parameters() if not p.requires_grad}
+        trained = set(self.names)
+        return {n: p for n, p in self.module.named_parameters() if n not in trained}
 
     def set_frozen(self, values: Tensor) -> None:
         """Set the parameters that are not trained, in all copies of the net.
@@ -338,9 +356,9 @@ class Model:
         return {**copies, **dict(named_statistics(self.module[0], self.statistics, buffers))}
 
     def decayed(self) -> Tensor:
-        """Return [P], 1 where weight decay applies: every tensor whose name lacks "bias"."""
+        """Return [P], 1 where weight decay applies: every tensor whose own name lacks "bias"."""
         parts = [
-            torch.full((n,), float("bias" not in name))
+            torch.full((n,), float("bias" not in own_name(name)))
             for name, n in zip(self.names, self.segments, strict=True)
         ]
         return torch.cat(parts).to(self.device, self.dtype)
@@ -387,9 +405,7 @@ class Model:
         Args:
             frame: the context of its keyed layers.
         """
-        shared: dict[int, object] = {
-            id(p): p for p in self.module.parameters() if not p.requires_grad
-        }
+        shared: dict[int, object] = {id(p): p for p in self.frozen.values()}
         return copy.deepcopy(self.module, {**shared, id(self.frame): frame})
 
     @property
@@ -490,7 +506,7 @@ class BoundModel:
         """Mode that the net was put into; None before its first pass."""
         self.statistics = BoundStatistics(self.module[0], model.statistics)
         self.w = torch.zeros(model.size, dtype=model.dtype, device=model.device)
-        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self.parameters = model.trained_of(self.module)
         self.views = list(model.views(self.w).values())
         for p, view in zip(self.parameters, self.views, strict=True):
             p.data = view
@@ -519,6 +535,8 @@ class BoundModel:
             The outputs, [B, classes] or in the shape of the learning task.
         """
         self.tell(mode, buffers, drop, first)
+        if self.model.changes_inputs:
+            x = x.clone()
         out = self.model.in_precision(lambda: self.module(x, first, levels), self.frame, levels)
         if self.statistics.unkeyed and mode == "train":
             self.statistics.collect()

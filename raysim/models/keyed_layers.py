@@ -200,7 +200,7 @@ class KeyedDropout(LayerForward[nn.modules.dropout._DropoutNd]):
         if frame.probe is not None:
             if layer.training and layer.p > 0:
                 frame.probe.append((layer, mask_shape(layer, x)))
-            return x
+            return x.mul_(1) if layer.inplace else x
         mask = self.mask(x)
         if mask is None:
             return x

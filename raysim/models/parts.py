@@ -30,6 +30,17 @@ def classifier_of(net: nn.Module, classes: int) -> nn.Linear | None:
     return linear[-1] if linear else None
 
 
+def own_name(name: str) -> str:
+    """Return the name of a parameter in its layer.
+
+    Args:
+        name: the name in the net; that of a parametrised tensor ends in
+            "parametrizations.NAME.original".
+    """
+    *layers, last = name.split(".")
+    return layers[-1] if "parametrizations" in layers[-2:] else last
+
+
 def parameters_in_part(
     net: nn.Module,
     pattern: str,

@@ -551,3 +551,21 @@ def test_a_net_that_ends_in_a_swapped_module():
 
     last = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Dropout(0.5))
     assert Model(last, (1, 8, 8), 10).dropouts == [DropoutMask((1, 10), (True, False), 0.5)]
+
+
+def test_weight_decay_goes_by_the_tensors_own_name():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.debiased, self.head = nn.Linear(3, 2), nn.Linear(2, 2)
+            nn.utils.parametrizations.weight_norm(self.head, "bias", dim=None)
+
+        def forward(self, x):
+            return self.head(self.debiased(x))
+
+    model = Model(Net(), (3,), 2)
+    decayed = dict(zip(model.names, model.decayed().split(list(model.segments)), strict=True))
+    for name, flags in decayed.items():
+        is_bias = name.endswith(".bias") or ".bias." in name
+        assert flags.tolist() == [float(not is_bias)] * len(flags), name
+    assert {"0.debiased.weight", "0.head.parametrizations.bias.original0"} <= set(decayed)

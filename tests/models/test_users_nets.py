@@ -189,6 +189,42 @@ class InPlace(nn.Module):
         return self.head(self.drop(h) + h)
 
 
+class ChangesInputs(Cooler):
+    def forward(self, x):
+        x.mul_(0.5)[:, 0] = 1
+        return self.head(x)
+
+
+class InputGradients(nn.Module):
+    """Outputs are forces, the gradients of an energy by the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x.requires_grad_()
+            energies = self.head(torch.tanh(self.body(x)))
+            (forces,) = torch.autograd.grad(energies.square().sum(), x, create_graph=True)
+        return energies - forces[:, :3]
+
+
+class SetsRequiresGrad(WithNorm):
+    """Freezes its body in training mode, or in evaluation mode."""
+
+    def __init__(self, in_training):
+        super().__init__()
+        self.in_training = in_training
+        self.body.requires_grad_(in_training)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.body.requires_grad_(mode != self.in_training)
+        return self
+
+
 def with_hook(register: str, hook, *layers: nn.Module) -> nn.Module:
     net = sequence(*layers)
     getattr(net[1 if layers else 0], register)(hook)
@@ -244,6 +280,11 @@ NETS = {
         lambda m: setattr(m, "forward", torch.relu), 1, nn.BatchNorm1d(8)
     ),
     "two heads": TwoHeads,
+    "changes its inputs": ChangesInputs,
+    "activation in place": lambda: nn.Sequential(nn.ReLU(inplace=True), *sequence()),
+    "gradients by inputs": InputGradients,
+    "train() freezes": lambda: SetsRequiresGrad(True),
+    "train() melts": lambda: SetsRequiresGrad(False),
     "cooler": Cooler,
     "train() of its own": KeepsNormInEvaluation,
     "handed over in evaluation mode": lambda: sequence(nn.BatchNorm1d(8)).eval(),
@@ -547,6 +588,30 @@ def renormalised() -> nn.Module:
     return net
 
 
+class Observes(nn.Module):
+    """Its range comes to rest on the same inputs, as that of torch.ao.quantization.FakeQuantize."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("top", torch.tensor(0.0))
+
+    def forward(self, x):
+        self.top.copy_(torch.maximum(self.top, x.detach().max()))
+        return x.clamp(max=self.top)
+
+
+class Unsaved(OwnStatistics):
+    def __init__(self):
+        super().__init__(True)
+        self.register_buffer("means", torch.zeros(8), persistent=False)
+
+
+def tied_by_data() -> nn.Module:
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+    net[1].weight.data = net[0].weight.data
+    return net
+
+
 def hooked_tensor() -> nn.Module:
     net = sequence()
     net[0].weight.register_hook(lambda g: g / 2)
@@ -586,6 +651,12 @@ REFUSED = {
     "counter in a buffer": (CountsInABuffer, "buffer 'seen' of type torch.int64"),
     "dropout of an LSTM": (RecurrentDropout, r"lstm \(LSTM\)"),
     "complex": (Complex, "'w' is complex"),
+    "observes in evaluation": (lambda: sequence(Observes()), "buffer '1.top' in evaluation mode"),
+    "statistics that are not saved": (lambda: sequence(Unsaved()), "'means' in training, which is"),
+    "tied by data": (tied_by_data, "'0.weight' and '1.weight' share their memory"),
+    "no values": (lambda: nn.Linear(6, 3, device="meta"), "'weight' has no values"),
+    "bfloat16": (lambda: sequence().bfloat16(), "'0.weight' is bfloat16, and all parameters"),
+    "function in C": (lambda: torch.relu, "neither a torch.nn.Module nor a function"),
     "momentum": (
         lambda: sequence(nn.BatchNorm1d(8, momentum=None)),
         r"1 \(BatchNorm1d\) has momentum=None",
@@ -598,6 +669,22 @@ def test_a_net_that_cannot_be_simulated_is_refused(make, message):
     with pytest.raises(ConfigError, match=f"^model.*{message}") as error:
         run(make(), DATA, PARTS)
     assert "\n" not in str(error.value)
+
+
+def test_parameters_in_float64_need_the_key_dtype():
+    check(run(sequence().double(), DATA, PARTS), fedavg(sequence(), DATA, PARTS), DATA)
+    with pytest.raises(ConfigError, match=r"'0\.weight' is float64, .* set dtype: float64"):
+        run(sequence().double(), DATA, PARTS, dtype="float32")
+
+
+class ForgetsInit(nn.Module):
+    def __init__(self):
+        pass
+
+
+def test_a_net_whose_init_is_not_a_modules_is_refused():
+    with pytest.raises(ConfigError, match=r"ForgetsInit\.__init__ does not call super"):
+        run(ForgetsInit, DATA, PARTS)
 
 
 def test_another_default_type_is_refused():

@@ -622,7 +622,7 @@ def test_a_loss_of_tokens_is_the_functions_mean_over_all_of_them(name, mode):
     torch.manual_seed(2)
     module = TokenNet()
     server = copy.deepcopy(module).double()
-    steps = 1 if mode == "pooled" else 2
+    steps = 1 if mode == "auto" else 2
     states = []
     for part in PARTS:
         local = copy.deepcopy(server)
@@ -761,3 +761,64 @@ def test_a_method_that_computes_cross_entropy_by_itself_refuses_another_loss():
 class PlainCrossEntropy(ClientRule):
     def loss(self, shared, state, net, batch, task):
         return cross_entropy(net, batch)
+
+
+# -- losses that change their arguments, or have parameters
+
+
+def sharpened(outputs, y):
+    outputs.mul_(2.0)[:, 0] -= 1
+    return F.cross_entropy(outputs, y)
+
+
+def relabelled(outputs, y):
+    y[y == 2] = 1
+    return F.cross_entropy(outputs, y)
+
+
+def destroys_outputs(outputs, y):
+    value = F.cross_entropy(outputs, y)
+    outputs.data.zero_()
+    return value
+
+
+@pytest.mark.parametrize("mode", ["loop", "auto"])
+@pytest.mark.parametrize("loss", [sharpened, relabelled, destroys_outputs])
+def test_what_a_loss_does_to_its_arguments_is_its_own_business(loss, mode):
+    def on_copies(outputs, y):
+        return loss(outputs.clone(), y.clone())
+
+    def pure(outputs, y):
+        return F.cross_entropy(outputs, y)
+
+    steps = 1 if mode == "auto" else 2
+    oracle = pure if loss is destroys_outputs else on_copies
+    assert_equal(loss, LABELS, mode=mode, steps=steps, oracle=oracle)
+    result = trained(loss, LABELS, steps=2)
+    same = trained(on_copies, LABELS, steps=2)
+    assert result.history[-1]["accuracy"] == same.history[-1]["accuracy"]
+
+
+class Temperature(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.log = nn.Parameter(torch.zeros(()))
+
+    def forward(self, outputs, y):
+        return F.cross_entropy(outputs * self.log.exp(), y)
+
+
+def test_a_loss_with_parameters_to_train_is_refused():
+    with pytest.raises(ConfigError, match="the loss has the parameter 'log', and clients train"):
+        trained(Temperature(), LABELS)
+    assert_equal(Temperature().requires_grad_(False), LABELS, oracle=F.cross_entropy)
+
+
+def test_a_penalty_of_the_parameters_of_another_net_is_refused():
+    other = nn.Linear(3, 3)
+
+    def penalised(outputs, y):
+        return F.cross_entropy(outputs, y) + other.weight.square().sum()
+
+    with pytest.raises(ConfigError, match=r"^task: loss of .* parameter of shape \[3, 3\]"):
+        trained(penalised, LABELS)

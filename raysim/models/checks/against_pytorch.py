@@ -117,20 +117,24 @@ def check_same_outputs(model: Model, expected: Tensor) -> None:
 
 
 @torch.no_grad()
-def sample_outputs(model: Model) -> Tensor:
+def sample_outputs(model: Model, bound: BoundModel | None = None) -> Tensor:
     """Return the outputs of the initial net on a few examples, in training and evaluation mode.
 
     Args:
         model: the net.
+        bound: the copy of the net that runs, whose parameters stay what they are; None: a new one.
 
     Returns:
         [2, B, ...].
     """
-    bound = BoundModel(model)
+    bound = bound or BoundModel(model)
+    kept = bound.w.clone()
     w, buffers = model.initial()
     bound.w.copy_(w)
     x, _ = model.examples(EXAMPLES)
-    return torch.stack([bound.forward(x, "frozen", buffers), bound.forward(x, "eval", buffers)])
+    outputs = [bound.forward(x, "frozen", buffers), bound.forward(x, "eval", buffers)]
+    bound.w.copy_(kept)
+    return torch.stack(outputs)
 
 
 def _compare(net: nn.Module, model: Model, x: Tensor, y: Tensor) -> None:
@@ -250,22 +254,32 @@ def _layers(net: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, dict[str
 
 
 def _refuse_foreign_parameters(net: nn.Module, model: Model, x: Tensor, y: Tensor) -> None:
-    """Refuse a net whose loss depends on a parameter that is not one of its own."""
+    """Refuse a net, or a loss, that depends on a parameter that is not one of the net's own."""
     original = original_copy(net, model.dtype, model.device)
-    own = {id(parameter) for parameter in original.parameters()}
-    loss = _mean_loss(model, original(x), x, y)
-    for leaf in _leaves(loss):
-        if id(leaf) not in own:
-            raise ConfigError(
-                f"{model.label} computes with a parameter of shape {list(leaf.shape)} that is "
-                "not registered in it, such as one in a list, or one of another net that a hook "
-                "refers to; assign it to an attribute, or use nn.ParameterList"
-            )
+    # Tensors of one pass only, such as inputs whose gradient forward uses, are no parameters.
+    outputs, again = original(x), original(x)
+    losses = [_mean_loss(model, of_pass, x, y) for of_pass in (outputs, again)]
+    own = set(original.parameters())
+    of_net = (set(_leaves(outputs)) & set(_leaves(again))) - own
+    of_loss = (set(_leaves(losses[0])) & set(_leaves(losses[1]))) - own
+    for leaf in of_net:
+        raise ConfigError(
+            f"{model.label} computes with a parameter of shape {list(leaf.shape)} that is "
+            "not registered in it, such as one in a list, or one of another net that a hook "
+            "refers to; assign it to an attribute, or use nn.ParameterList"
+        )
+    for leaf in of_loss:
+        raise ConfigError(
+            f"task: loss of '{model.learning_task.name}' computes with a parameter of shape "
+            f"{list(leaf.shape)}, which is not one of the net that a client trains, but of another "
+            "object; let forward return what the loss needs. For a penalty of the net's own "
+            "parameters there are local.weight_decay and client rules"
+        )
 
 
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
+def _leaves(values: Tensor) -> Iterator[Tensor]:
     """Yield the tensors whose gradient autograd would accumulate."""
-    nodes: list[Any] = [loss.grad_fn]
+    nodes: list[Any] = [values.grad_fn]
     seen = set()
     while nodes:
         node = nodes.pop()

@@ -136,6 +136,8 @@ def refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
     _restore(original, larger)
     _passes(original, x)
     _refuse_changed_parameters(original, model, larger)
+    # From the start, since statistics of the same inputs may have come to rest.
+    _restore(original, start)
     _refuse_moves_in_evaluation(original, model, x)
 
 

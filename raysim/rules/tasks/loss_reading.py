@@ -229,7 +229,10 @@ def _with_gradient(loss: UserLoss, outputs: Tensor, y: Tensor) -> tuple[Tensor |
     value = value_or_none(loss, outputs, y)
     if value is None or not value.requires_grad:
         return value, torch.zeros_like(outputs)
-    return value.detach(), torch.autograd.grad(value, outputs)[0]
+    try:
+        return value.detach(), torch.autograd.grad(value, outputs)[0]
+    except RuntimeError:  # the function changed what its own backward pass needs
+        return None, torch.zeros_like(outputs)
 
 
 def _explains(loss: UserLoss, reading: LossReading, outputs: Tensor, y: Tensor) -> bool:

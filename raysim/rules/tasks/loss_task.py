@@ -20,7 +20,12 @@ from raysim.rules.tasks.learning_task import LearningTask, LossReduction, TaskDa
 from raysim.rules.tasks.loss_reading import agrees, read_labels, read_numbers
 from raysim.rules.tasks.loss_targets import class_labels, ignored_token, takes_numbers
 from raysim.rules.tasks.shipped_tasks import TASKS
-from raysim.rules.tasks.user_loss import LossFunction, LossReading, UserLoss
+from raysim.rules.tasks.user_loss import (
+    LossFunction,
+    LossReading,
+    UserLoss,
+    refuse_trainable,
+)
 
 
 class LossTask(LearningTask):
@@ -206,8 +211,10 @@ def make_loss_task(
         build: returns the task of a class, with the parameters of the configuration.
 
     Raises:
-        ValueError: the function's value depends on earlier calls, or tokens cannot be separated.
+        ValueError: the function's value depends on earlier calls, it has parameters to train, or
+            tokens cannot be separated.
     """
+    refuse_trainable(function)
     task: Any = build(with_loss(function, like, name))
     loss = task.user_loss
     if task.class_labels:

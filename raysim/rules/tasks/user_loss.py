@@ -95,6 +95,8 @@ class UserLoss:
         self.of_sequences = of_sequences
         self.takes_reduction = _takes_reduction(function) and not of_sequences
         self._copies: dict[tuple, Any] = {}
+        self._changes_arguments: bool | None = None
+        """Whether it changes outputs or targets in place; None before the first call."""
 
     def check_state(self, outputs: Tensor, y: Tensor) -> None:
         """Check that a second call gives the same loss, and that calls change no tensor or number.
@@ -136,7 +138,21 @@ class UserLoss:
             outputs: the net's outputs, [B, ...].
             y: the targets, [B, ...].
         """
-        return _as_tensor(self._copy(outputs, False)(outputs, y)).mean()
+        function = self._copy(outputs, False)
+        if self._changes_arguments is not None:
+            return self._call(function, outputs, y).mean()
+        copies = outputs.clone(), y.clone()
+        value = _as_tensor(function(*copies))
+        # Values too, since a change by `y.data` does not count as a version.
+        are_same = torch.equal(copies[0], outputs) and torch.equal(copies[1], y)
+        self._changes_arguments = not are_same or any(copy._version for copy in copies)
+        return value.mean()
+
+    def _call(self, function: Any, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return what the function returns, which gets copies if it may change its arguments."""
+        if self._changes_arguments is False:
+            return _as_tensor(function(outputs, y))
+        return _as_tensor(function(outputs.clone(), y.clone()))
 
     def of_examples(self, reading: LossReading, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each example, times its weight, [B].
@@ -147,7 +163,7 @@ class UserLoss:
             y: the targets, [B, ...].
         """
         if reading.way == "none":
-            values = _as_tensor(self._copy(outputs, True)(outputs, y))
+            values = self._call(self._copy(outputs, True), outputs, y)
             if values.ndim == 1:
                 return values
             rows = values.flatten(1)
@@ -158,7 +174,7 @@ class UserLoss:
         function = self._copy(outputs, False)
 
         def alone(output: Tensor, target: Tensor) -> Tensor:
-            return _as_tensor(function(output[None], target[None])).mean()
+            return self._call(function, output[None], target[None]).mean()
 
         values = torch.func.vmap(alone)(outputs, y)
         return values if weights is None else values * weights.to(values.dtype)
@@ -174,6 +190,26 @@ class UserLoss:
                 function = functools.partial(_on_one_sequence, function)
             self._copies[key] = function
         return self._copies[key]
+
+
+def refuse_trainable(function: LossFunction) -> None:
+    """Refuse a loss with parameters to train, which the clients' optimizer does not see.
+
+    Args:
+        function: the loss function.
+
+    Raises:
+        ValueError: it has one; the message names it.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    for name, parameter in function.named_parameters() if isinstance(function, nn.Module) else ():
+        if parameter.requires_grad:
+            raise ValueError(
+                f"the loss has the parameter '{name}', and clients train the parameters of the net "
+                "only; move it into the net, whose forward may return what the loss needs, or call "
+                "requires_grad_(False) if it is a constant"
+            )
 
 
 def _state(function: Any) -> dict[str, Tensor]:

@@ -118,6 +118,8 @@ def forward_pass(
     tensors = model.views(w)
     if buffers is not None:
         tensors |= model.unkeyed_statistics(buffers, mode)
+    if model.changes_inputs:
+        x = x.clone()
     try:
         out = model.in_precision(
             lambda: torch.func.functional_call(module, tensors, (x, first, levels)),

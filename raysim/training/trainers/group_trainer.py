@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 
+from raysim.models.checks.hidden_changes import HiddenChanges
 from raysim.training.messages import Block, Broadcast, ClientEvaluation, WorkerResult
 from raysim.training.trainers.trainer import Trainer
 from raysim.training.uploads.client_update import ClientUpdate
@@ -30,6 +32,10 @@ class GroupTrainer:
     def __init__(self, trainers: Sequence[Trainer], members: np.ndarray | None = None):
         self.trainers = list(trainers)
         self.members = members
+        # A rule that changes frozen parameters changes the outputs too.
+        changes_frozen = self.trainers[0].parts.server.changes_frozen
+        watched = [] if changes_frozen else self.trainers
+        self.watches = [HiddenChanges(trainer.task.trained) for trainer in watched]
         self.evaluate_block: dict[str, EvaluateBlock] = {}
         """Evaluate the clients of a block, by the examples on which they are evaluated."""
         if members is not None:
@@ -67,19 +73,23 @@ class GroupTrainer:
         Raises:
             ProbeError: a probe failed at a client.
             ContractError: the server rule's `sent_to` returns something that is forbidden.
+            ConfigError: the net's passes depend on something that no vector holds.
         """
         began = time.perf_counter()
         uncaptured = self._uncaptured_steps()
         first = self.trainers[0]
         total = UploadSum(first.uploads)
         evaluations = []
-        for block in blocks:
-            if block.evaluates:
-                evaluations += self.evaluate_block[block.evaluates](broadcasts, block)
-            elif self.members is None:
-                first.add_block(broadcasts, block, total)
-            else:
-                total.add(self._train_by_group(broadcasts, block))
+        with ExitStack() as watches:
+            for watch in self.watches:
+                watches.enter_context(watch.watched())
+            for block in blocks:
+                if block.evaluates:
+                    evaluations += self.evaluate_block[block.evaluates](broadcasts, block)
+                elif self.members is None:
+                    first.add_block(broadcasts, block, total)
+                else:
+                    total.add(self._train_by_group(broadcasts, block))
         outcome = total.outcome()
         outcome.evaluations = evaluations
         # Any client will do: what `sent_to` returns has the same shapes for all of them.

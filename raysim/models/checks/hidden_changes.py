@@ -1,0 +1,62 @@
+"""Watch a net while clients train: what no vector holds must not come to steer its passes.
+
+The checks before a run see a few examples. A forward may change something, or draw random numbers,
+on others only: a switch that a large input sets, a mix-up of batches of more than eight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from raysim.errors import ConfigError
+from raysim.models.checks.against_pytorch import sample_outputs
+from raysim.models.comparison import close
+from raysim.models.flat import BoundModel
+from raysim.system.global_generators import GlobalGenerators
+
+LIBRARIES = ("torch", "NumPy")
+"""Libraries from whose generators a net may not draw. Python's is used by threads of libraries."""
+
+
+class HiddenChanges:
+    """Compares a net's outputs for the same examples and parameters before and after training."""
+
+    def __init__(self, bound: BoundModel):
+        """Compute the outputs before training.
+
+        Args:
+            bound: the net on which clients train.
+        """
+        self.bound = bound
+        self.expected = sample_outputs(bound.model, bound)
+        self.rounds = 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the training of some clients.
+
+        Outputs are compared after the training 1, 2, 4, 8, ... of a worker, which costs
+        little.
+
+        Raises:
+            ConfigError: a global generator was drawn from, or outputs have changed.
+        """
+        before = GlobalGenerators()
+        yield
+        label = self.bound.model.label
+        library = before.drawn_from()
+        if library in LIBRARIES:
+            raise ConfigError(
+                f"{label} draws from {library}'s global generator on some examples, so a run could "
+                "not be repeated; use nn.Dropout itself, whose masks raysim keys"
+            )
+        self.rounds += 1
+        if self.rounds & (self.rounds - 1):
+            return
+        if not close(sample_outputs(self.bound.model, self.bound), self.expected):
+            raise ConfigError(
+                f"{label} gives other outputs after clients have trained, for the same examples "
+                "and parameters: on some examples forward changes an attribute, or a buffer that "
+                "did not move on the first ones; make it a function of the inputs"
+            )

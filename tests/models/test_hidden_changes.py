@@ -1,0 +1,62 @@
+"""Nets that change something, or draw, on some examples only, which no check before a run sees."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.plain_fedavg import blobs, check, cut, fedavg, run
+from torch import nn
+
+from raysim.errors import ConfigError
+
+DATA, PARTS = blobs(), cut([60, 30, 20, 10])
+
+
+class Net(nn.Module):
+    """Calls `late` on batches of more than eight examples in training."""
+
+    def __init__(self, late):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.head, self.late = nn.Linear(6, 8), nn.Linear(8, 3), late
+        self.scale = 1.0
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, x):
+        if self.training and len(x) > 8:
+            x = self.late(self, x)
+        return self.head(torch.tanh(self.body(x))) * self.scale * self.factor
+
+
+def grow(net, x):
+    net.scale *= 1.5
+    return x
+
+
+def grow_buffer(net, x):
+    net.factor *= 1.5
+    return x
+
+
+LATE = {
+    "attribute": (grow, "other outputs after clients have trained"),
+    "buffer": (grow_buffer, "other outputs after clients have trained"),
+    "mix-up": (lambda net, x: (x + x[torch.randperm(len(x))]) / 2, "torch's global generator"),
+    "NumPy": (lambda net, x: np.random.beta(1, 1) * x, "NumPy's global generator"),
+}
+
+
+@pytest.mark.parametrize(("late", "message"), LATE.values(), ids=LATE)
+def test_a_change_on_some_examples_ends_the_run(late, message):
+    with pytest.raises(ConfigError, match=message):
+        run(Net(late), DATA, PARTS)
+
+
+def keep(net, x):
+    net.last, net.shape = x, x.shape
+    return x
+
+
+def test_what_does_not_steer_a_pass_may_change():
+    check(run(Net(keep), DATA, PARTS), fedavg(Net(keep), DATA, PARTS), DATA)
