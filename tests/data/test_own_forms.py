@@ -251,5 +251,7 @@ CLIENTS = [(X, Y), (X, Y), (X, Y), (X, Y)]
 
 @pytest.mark.parametrize("content", [CLIENTS, CLIENTS[:3], [TENSORS] * 4, dict(enumerate(CLIENTS))])
 def test_the_examples_of_each_client_by_itself_are_refused(content):
-    with pytest.raises(ConfigError, match=r"^data: these are . sets of examples, as if each client"):
+    with pytest.raises(
+        ConfigError, match=r"^data: these are . sets of examples, as if each client"
+    ):
         made(content)
