@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from raysim.config.schema import Config
+from raysim.config.sections.data import Arrays, OwnData
 from raysim.config.sections.execution import cluster_address
 from raysim.config.sections.schedule import (
     InFlight,
     SamplingBySamples,
     Sync,
 )
+from raysim.data.dataset import Dataset
 from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.errors import ConfigError
 from raysim.models import build
-from raysim.system import machine
+from raysim.system import machine, startup_stages
 from raysim.system.files import is_path
 
 logger = logging.getLogger("raysim")
@@ -144,6 +148,27 @@ def check_cohort(
                 f"schedule.{key}: the schedule needs {number} clients at one time, but {source} "
                 f"only {clients}; lower schedule.{key}, or raise the number of clients"
             )
+
+
+def note_pixels(raw: Mapping[str, Any], config: Config, dataset: Dataset) -> None:
+    """Log that a user's own uint8 arrays are read as images, if nobody has chosen how.
+
+    A net that divides by 255 itself would get other numbers than its author thinks.
+
+    Args:
+        raw: the configuration of the run, before its defaults were written out.
+        config: the configuration of the run.
+        dataset: its data set.
+    """
+    section = raw.get("data")
+    has_chosen = isinstance(section, Mapping) and "scaling" in section
+    if dataset.are_images and isinstance(config.data, Arrays | OwnData) and not has_chosen:
+        startup_stages.notes.info(
+            "x is uint8 %s, read as images: before forward, pixels are divided by 255 and "
+            "normalised by ImageNet's mean and deviation; data.scaling=unit divides only, and "
+            "x.astype('float32') stays as it is",
+            list(dataset.x.shape),
+        )
 
 
 def warn_of_empty_clients(

@@ -54,6 +54,7 @@ def prepare(
     plan = resolve_plan(raw)
     rule_checks.note_uniform_weights(raw, plan)
     rule_checks.note_attackers(raw, plan)
+    checks.note_pixels(raw, plan.config, plan.dataset)
     return plan
 
 

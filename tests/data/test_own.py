@@ -3,6 +3,7 @@ identifies them."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from raysim.data.own.reading import make_dataset
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
+from raysim.runs.python_inputs import named_inputs
 
 RNG = np.random.default_rng(7)
 X, X_TEST = RNG.normal(size=(24, 5)), RNG.normal(size=(9, 5))
@@ -216,6 +218,22 @@ def test_images_of_ones_own_are_scaled_and_augmented_as_others(tmp_path):
     assert (unit.pad, unit.flip) == (1, True)
     batch, _ = Examples.of(unit, "test").batch(np.arange(9))
     np.testing.assert_allclose(batch[:, 0].numpy(), x[:9] / 255, atol=1e-6)
+
+
+def test_a_note_says_that_uint8_arrays_are_read_as_images(config, caplog):
+    x, y = RNG.integers(0, 256, (40, 1, 4, 4), dtype=np.uint8), np.arange(40) % 2
+    caplog.set_level(logging.INFO, "raysim.notes")
+
+    def is_noted(data, **keys):
+        caplog.clear()
+        data = {**named_inputs({"data": data})["data"], **keys}
+        prepare({**config, "data": data, "partition": {"clients": 4}, "model": "logistic"})
+        return "x is uint8 [40, 1, 4, 4], read as images" in caplog.text
+
+    assert is_noted((x, y, x, y))
+    assert not is_noted((x, y, x, y), scaling="standard")
+    floats = x.astype("float32")
+    assert not is_noted((floats, y, floats, y))
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ def couples_examples(model: Model) -> bool:
         except Exception:  # a net need not take so many examples, or such large inputs
             continue
         parts = [*x[:FEW].split(1), *x[FEW:].split(max(len(x) // 2, 1))]
+        parts = [part for part in parts if len(part)]
         try:
             alone = [outputs(part) for part in parts]
         except Exception:  # such as PyTorch's batch norm, which needs more than one value
