@@ -245,7 +245,8 @@ def net_with(plan: Plan, named: dict[str, Tensor]) -> nn.Module:
     """
     net = copy.deepcopy(plan.net).to(plan.dtype)
     net.load_state_dict(named)
-    return net.eval()
+    net.eval()  # a user's own may return nothing
+    return net
 
 
 def best_figures(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

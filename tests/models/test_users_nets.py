@@ -127,8 +127,7 @@ class KeepsNormInEvaluation(WithNorm):
 
     def train(self, mode=True):
         super().train(mode)
-        self.norm.eval()
-        return self
+        self.norm.eval()  # and returns nothing, as many forget
 
 
 class TwoHeads(nn.Module):

@@ -224,7 +224,7 @@ def test_a_function_may_return_positions_that_clients_share(config):
         ([[0], [1.0]], "expected the positions of client 1's examples: expected whole numbers in a"),
         ([np.arange(30) < 9], "client 0's .*: expected whole numbers, found true and false; take np"),
         ([np.ma.masked_equal([0, 1], 1)], "client 0's examples: .* found masked ones"),
-        ([{1, 2}], "client 0's examples: expected whole numbers in a row, found object"),
+        ([{1, 2}], "client 0's examples: expected whole numbers in a row, found a set"),
     ],
 )  # fmt: skip
 def test_positions_that_are_no_partition_are_refused(config, lists, message):

@@ -100,5 +100,7 @@ def check(result: raysim.RunResult, net: nn.Module, data: Data, tolerance: float
 @torch.no_grad()
 def evaluated(net: nn.Module, data: Data) -> tuple[float, float]:
     x, y = torch.tensor(data[2]).double(), torch.tensor(data[3])
-    outputs: Tensor = copy.deepcopy(net).double().eval()(x)
+    net = copy.deepcopy(net).double()
+    net.eval()
+    outputs: Tensor = net(x)
     return float((outputs.argmax(1) == y).double().mean()), float(F.cross_entropy(outputs, y))

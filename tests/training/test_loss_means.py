@@ -622,7 +622,7 @@ def test_a_loss_of_tokens_is_the_functions_mean_over_all_of_them(name, mode):
     torch.manual_seed(2)
     module = TokenNet()
     server = copy.deepcopy(module).double()
-    steps = 1 if mode == "auto" else 2
+    steps = 1 if mode == "pooled" else 2
     states = []
     for part in PARTS:
         local = copy.deepcopy(server)

@@ -29,7 +29,7 @@ def check_deterministic_layers(net: nn.Module, model: Model) -> None:
     Raises:
         ConfigError: a layer has no deterministic kernel on that device; the message names it.
     """
-    original = original_copy(net, model.dtype, model.device).train()
+    original = original_copy(net, model.dtype, model.device)
     inputs: LayerInputs = {}
     for layer in original.modules():
         if not list(layer.children()):

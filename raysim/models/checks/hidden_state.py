@@ -198,7 +198,8 @@ def _refuse_changed_parameters(net: nn.Module, model: Model, before: dict[str, T
         if not same_values(parameter.detach(), before[name]):
             raise ConfigError(
                 f"{model.label} changes its parameter '{name}' in a forward pass, and only a "
-                "local step may change parameters; compute with a changed copy instead"
+                "local step may change parameters; compute with a changed copy instead, or run the "
+                "net on a batch before, if its first one initialises it"
             )
 
 
