@@ -117,24 +117,20 @@ def check_same_outputs(model: Model, expected: Tensor) -> None:
 
 
 @torch.no_grad()
-def sample_outputs(model: Model, bound: BoundModel | None = None) -> Tensor:
+def sample_outputs(model: Model) -> Tensor:
     """Return the outputs of the initial net on a few examples, in training and evaluation mode.
 
     Args:
         model: the net.
-        bound: the copy of the net that runs, whose parameters stay what they are; None: a new one.
 
     Returns:
         [2, B, ...].
     """
-    bound = bound or BoundModel(model)
-    kept = bound.w.clone()
+    bound = BoundModel(model)
     w, buffers = model.initial()
     bound.w.copy_(w)
     x, _ = model.examples(EXAMPLES)
-    outputs = [bound.forward(x, "frozen", buffers), bound.forward(x, "eval", buffers)]
-    bound.w.copy_(kept)
-    return torch.stack(outputs)
+    return torch.stack([bound.forward(x, "frozen", buffers), bound.forward(x, "eval", buffers)])
 
 
 def _compare(net: nn.Module, model: Model, x: Tensor, y: Tensor) -> None:
