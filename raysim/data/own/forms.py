@@ -59,6 +59,8 @@ class FormReader(ArrayReader):
             ConfigError: it has none of the known forms.
         """
         if isinstance(content, Mapping):
+            if not content.keys() & set(MAPPING_KEYS):
+                self._refuse_clients(content.values())
             return self._of_mapping(content)
         if isinstance(content, tuple | list) and len(content) != 2:
             self._refuse_clients(content)
@@ -79,8 +81,6 @@ class FormReader(ArrayReader):
     def _of_mapping(self, content: Mapping[Any, Any]) -> tuple[Any, Any, dict[str, Any]]:
         """Return both halves and the other entries of a mapping."""
         known = {key: content[key] for key in MAPPING_KEYS if key in content}
-        if not known:
-            self._refuse_clients(list(content.values()))
         for key, value in content.items():
             if key not in known and not _is_table(value):
                 raise self.error(f"unknown key {key!r}{did_you_mean(str(key), MAPPING_KEYS)}")
