@@ -16,7 +16,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from raysim.config.tracking_uri import absolute_uri, restored_uri
-from raysim.errors import RaysimError
+from raysim.errors import ConfigError, RaysimError
 from raysim.runs.artifacts.description import NOTE
 from raysim.runs.provenance import command_tag
 from raysim.runs.python_inputs import named_inputs, named_source
@@ -113,6 +113,8 @@ def run_sweep(
         RaysimError: the tracking store cannot be used, or another sweep runs in the same folder.
         KeyboardInterrupt: the sweep was interrupted; finished trials are kept.
     """
+    if parallel is not None and parallel < 1:
+        raise ConfigError(f"parallel: {parallel} trials at once; it must be at least 1")
     began = time.monotonic()
     taken = ledger.taken if ledger else {}
     missing = [

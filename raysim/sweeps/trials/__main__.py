@@ -11,6 +11,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import cloudpickle
@@ -27,17 +29,31 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
     def report(figures: dict[str, float]) -> str:
-        connection.send(("reported", figures))
-        return connection.recv()
+        with _ending_with_the_sweep():
+            connection.send(("reported", figures))
+            return connection.recv()
 
-    try:
-        job = cloudpickle.loads(connection.recv_bytes())
-        while True:
+    def received() -> bytes:
+        with _ending_with_the_sweep():
+            return connection.recv_bytes()
+
+    cloudpickle.loads(received())  # the users' files and objects, which register themselves
+    job = cloudpickle.loads(received())
+    while True:
+        with _ending_with_the_sweep():
             place = connection.recv()
-            trial = job.trials[place]
-            error = train_trial(trial, job.uri, job.experiment, job.parent, job.stopping, report)
+        trial = job.trials[place]
+        error = train_trial(trial, job.uri, job.experiment, job.parent, job.stopping, report)
+        with _ending_with_the_sweep():
             connection.send(("ended", error))
-    except (EOFError, OSError):  # the sweep has ended
+
+
+@contextmanager
+def _ending_with_the_sweep() -> Iterator[None]:
+    """End this process if the connection is closed; that is no error of a trial."""
+    try:
+        yield
+    except (EOFError, OSError):
         os._exit(0)
 
 

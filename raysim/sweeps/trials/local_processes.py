@@ -4,13 +4,14 @@ For trials that train inline on CPUs. Ray would need seconds to start, and Tune 
 each trial; `benchmarks/short_sweep.py` measures a sweep of short trials. A process imports torch
 once and then trains trial after trial. Its output goes to a file in the sweep's folder.
 
-Messages to a process: the `Job`, then the position of a trial; from it: ("reported", figures), to
-which the answer is the reason to stop the trial or "", and ("ended", error).
+Messages to a process: the code, the `Job`, then the position of a trial; from it: ("reported",
+figures), to which the answer is the reason to stop the trial or "", and ("ended", error).
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,8 +24,12 @@ from typing import Any, cast
 
 import cloudpickle
 
+from raysim.config.python_objects import PythonObject
+from raysim.config.references import Code
 from raysim.config.sections.execution import cluster_address
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
+from raysim.errors import ConfigError
+from raysim.imports import python_path
 from raysim.prepare import file_digests
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
 from raysim.sweeps.early_stopping import EarlyStopping
@@ -37,6 +42,9 @@ OUTPUT_FILE = "output.txt"
 END_TIMEOUT_S = 5.0
 """Seconds that an idle process gets to end before it is killed."""
 
+DEATH_CHECK_INTERVAL_S = 1.0
+"""Seconds between two checks whether the processes live."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -47,8 +55,6 @@ class Job:
     experiment: str
     parent: str
     stopping: EarlyStopping | None
-    code: list[Any]
-    """Brings the objects of Python that the configurations name to the process."""
 
 
 def suffices(trials: list[Trial]) -> bool:
@@ -75,10 +81,14 @@ class LocalProcesses:
         folder: folder of the sweep.
         trials: the trials that will run.
         parallel: largest number of processes; None: as many as there are cores for.
+
+    Raises:
+        ConfigError: an object of Python that a trial names cannot be sent to a process.
     """
 
     def __init__(self, folder: Path, trials: list[Trial], parallel: int | None):
         self.folder = folder
+        self.code = _pickled_code(trials)
         self.threads = max(trial.config.resources.threads for trial in trials)
         room = max(1, machine.cores() // self.threads)
         self.processes = [self._start() for _ in range(min(room, parallel or room, len(trials)))]
@@ -101,7 +111,8 @@ class LocalProcesses:
             The failed trials with their errors.
 
         Raises:
-            KeyboardInterrupt: the sweep was interrupted; its trials have been killed.
+            BaseException: the sweep was interrupted, or `watch` has raised it; the trials have been
+                killed.
         """
         log = TrialLog(sweep, missing, watch)
         job = cloudpickle.dumps(
@@ -111,12 +122,11 @@ class LocalProcesses:
                 sweep.tracking.experiment,
                 parent,
                 sweep.settings.early_stopping,
-                [file_digests.code(trial.config) for trial in missing],
             )
         )
         try:
             self._run(log, job, sweep.settings.retries)
-        except KeyboardInterrupt:
+        except BaseException:  # Ctrl-C, or an error of `watch`
             self.close(kill=True)
             log.killed()
             raise
@@ -127,7 +137,7 @@ class LocalProcesses:
         waiting = deque(range(len(log.trials)))
         attempts: Counter[int] = Counter()
         for process in self.processes:
-            process.begin(job)
+            process.begin(self.code, job)
         while True:
             for i, process in enumerate(self.processes):
                 if process.place is not None or not waiting:
@@ -135,27 +145,32 @@ class LocalProcesses:
                 if process.died:
                     process.close()
                     self.processes[i] = process = self._start()
-                    process.begin(job)
+                    process.begin(self.code, job)
                 place = waiting.popleft()
                 process.train(place)
                 log.started(place)
             busy = {p.connection: p for p in self.processes if p.place is not None}
             if not busy:
                 return
-            for connection in wait(list(busy)):
-                process = busy[cast(Connection, connection)]
+            ready = wait(list(busy), DEATH_CHECK_INTERVAL_S)
+            for connection, process in busy.items():
+                # A child of a dead process may still hold the other end of the connection.
+                if connection not in ready and process.popen.poll() is None:
+                    continue
                 place = cast(int, process.place)
                 what, content = process.receive()
                 if what == "reported":
                     process.send(log.reported(place, content))
                     continue
                 process.place = None
+                if process.died:
+                    log.died(place, process.ending())
                 if (process.died or content) and attempts[place] < retries:
                     attempts[place] += 1
                     log.again(place)
                     waiting.appendleft(place)
                 else:
-                    log.ended(place, process.died)
+                    log.ended(place, died=process.died)
 
     def close(self, kill: bool = False) -> None:
         """End the processes.
@@ -168,6 +183,30 @@ class LocalProcesses:
         output = self.folder / OUTPUT_FILE
         if output.exists() and not output.stat().st_size:
             output.unlink()
+
+
+def _pickled_code(trials: list[Trial]) -> bytes:
+    """Return the users' files and objects that trials name, pickled."""
+    code = [file_digests.code(trial.config) for trial in trials]
+    try:
+        return cloudpickle.dumps(code)
+    except Exception as error:  # pickle calls the objects' own code, which may raise anything
+        for trial, needed in zip(trials, code, strict=True):
+            for each in needed:
+                _check_pickles(trial, each)
+        raise ConfigError(f"the objects of Python cannot be pickled: {error}") from error
+
+
+def _check_pickles(trial: Trial, code: Code | PythonObject) -> None:
+    """Raise ConfigError if a file or an object that a trial names cannot be pickled."""
+    try:
+        cloudpickle.dumps(code)
+    except Exception as error:
+        name = code.name if isinstance(code, PythonObject) else code.package
+        raise ConfigError(
+            f"trial {trial.title}: {name}: it cannot be sent to the process of a trial "
+            f"({type(error).__name__}: {error}); create such a part where it is first used"
+        ) from None
 
 
 class _Process:
@@ -183,10 +222,9 @@ class _Process:
         """Position of the trial that it trains."""
         self.died = False
         """Whether it has ended by itself."""
+        self.output = output
         ours, theirs = socket.socketpair()
         self.connection = Connection(ours.detach())
-        # The folder in which a user works is no place for modules, unless it is one here.
-        places = [place or os.getcwd() for place in sys.path]
         command = [sys.executable, "-u", "-P", "-m", "raysim.sweeps.trials"]
         with theirs, output.open("ab") as file:
             self.popen = subprocess.Popen(
@@ -194,7 +232,7 @@ class _Process:
                 env={
                     "OMP_NUM_THREADS": str(threads),  # NumPy would take all cores for each trial
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join(places),
+                    "PYTHONPATH": python_path(),
                 },
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -203,13 +241,15 @@ class _Process:
                 start_new_session=True,  # Ctrl-C is for the process of the sweep
             )
 
-    def begin(self, job: bytes) -> None:
+    def begin(self, code: bytes, job: bytes) -> None:
         """Send what the trials have in common.
 
         Args:
+            code: the pickled files and objects of Python that the configurations name.
             job: the pickled `Job`.
         """
         with suppress(OSError):  # the process has died, which `receive` will report
+            self.connection.send_bytes(code)
             self.connection.send_bytes(job)
 
     def train(self, place: int) -> None:
@@ -232,11 +272,20 @@ class _Process:
 
     def receive(self) -> tuple[str, Any]:
         """Return the next message; ("ended", "") if the process has died."""
-        try:
-            return self.connection.recv()
-        except (EOFError, OSError):
-            self.died = True
-            return "ended", ""
+        with suppress(EOFError, OSError):
+            if self.connection.poll():
+                return self.connection.recv()
+        self.died = True
+        return "ended", ""
+
+    def ending(self) -> str:
+        """Return how the process, which has died, has ended."""
+        self.close()
+        code = self.popen.returncode
+        if code == -signal.SIGKILL:
+            return "its process was killed (out of memory?)"
+        how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
+        return f"its process ended with {how}; its output is in {self.output}"
 
     def close(self, kill: bool = False) -> None:
         """End the process and wait for it.

@@ -65,9 +65,7 @@ def train_trial(
     files.refuse_links(
         trial.folder, [client_store.ROWS_FOLDER] if trial.config.client_state.dir else []
     )
-    error_file = trial.folder / "error.txt"
-    if error_file.exists():
-        error_file.rename(trial.folder / f"error-{trial.failures + 1}.txt")
+    set_aside_error(trial)
     labels = labels_of(trial)
     if trial.failures:
         labels |= {"error": "", "failed_attempts": str(trial.failures)}
@@ -102,8 +100,19 @@ def train_trial(
         logging.getLogger("raysim").removeHandler(log)
         log.close()
     message = mask_secrets(message)
-    files.write_file(error_file, message)
+    files.write_file(trial.folder / "error.txt", message)
     return message
+
+
+def set_aside_error(trial: Trial) -> None:
+    """Rename error.txt of an earlier attempt, if there is one, so that the attempt is counted.
+
+    Args:
+        trial: A trial of a sweep.
+    """
+    earlier = trial.folder / "error.txt"
+    if earlier.exists():
+        earlier.rename(trial.folder / f"error-{trial.failures + 1}.txt")
 
 
 def labels_of(trial: Trial) -> dict[str, str]:

@@ -10,6 +10,8 @@ from typing import Any
 from raysim.errors import RaysimError
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
 from raysim.sweeps.early_stopping import Halving, RungTracker
+from raysim.sweeps.trials.trial import set_aside_error
+from raysim.system import files
 from raysim.tracking.recorder import Recorder
 
 
@@ -54,16 +56,26 @@ class TrialLog:
         self.watch(trial, "running", figures)
         return reason
 
+    def died(self, place: int, ending: str) -> None:
+        """Write error.txt of a trial whose process died and could not.
+
+        Args:
+            place: position of the trial.
+            ending: how the process has ended.
+        """
+        folder = self.trials[place].folder
+        files.make_private(folder)
+        set_aside_error(self.trials[place])  # of an earlier sweep, if the process died at its start
+        files.write_file(folder / "error.txt", ending)
+
     def again(self, place: int) -> None:
         """Log that a trial is tried again.
 
         Args:
             place: position of the trial, whose attempt has ended without a result.
         """
-        trial, mistake = self._gone(place), self.trials[place].folder / "error.txt"
-        text = self._error(trial, died=True)
-        mistake.write_text(text)  # if its process died, it could not
-        self.watch(trial, "again", {"error": text})
+        trial = self._gone(place)
+        self.watch(trial, "again", {"error": self._error(trial, died=True)})
 
     def ended(self, place: int, died: bool = False) -> None:
         """Log that a trial has ended: finished, stopped early or failed.
@@ -102,8 +114,11 @@ class TrialLog:
         mistake = trial.folder / "error.txt"
         if mistake.exists():
             return mistake.read_text().strip()
-        if died:
-            return "its process died (out of memory?)"
+        if died:  # so that it could not write the file
+            text = "its process died (out of memory?)"
+            files.make_private(trial.folder)
+            files.write_file(mistake, text)
+            return text
         return (
             f"there is no record of it in {trial.folder}; every node of the cluster must see that "
             "folder"

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from raysim.imports import python_path
 from raysim.tracking import store_errors
 from raysim.tracking.mlflow_client import MLFLOW_ENVIRONMENT
 from raysim.tracking.mlflow_process import messages
@@ -144,12 +145,10 @@ class _Process:
         self.owner = os.getpid()
         self.control, theirs = socket.socketpair()
         module = __name__.rpartition(".")[0]
-        # The folder in which a user works is no place for modules, unless it is one here.
-        places = [place or os.getcwd() for place in sys.path]
         try:
             self.popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(self.owner)],
-                env={**MLFLOW_ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(places)},
+                env={**MLFLOW_ENVIRONMENT, **os.environ, "PYTHONPATH": python_path()},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # standard output is for results
