@@ -18,6 +18,7 @@ from support.sweeps import SMALL
 
 import raysim
 from raysim.errors import ConfigError
+from raysim.sweeps.preparation import prepare_sweep
 from raysim.system import lock
 
 BAD = """
@@ -43,11 +44,21 @@ def failed(how: str) -> tuple[str, str]:
 
 
 def test_a_process_that_exits_is_named_with_its_code_and_output(here: Path):
-    error, kept = failed("print('so long', flush=True); os._exit(3)")
+    error, kept = failed("print('so long'); os._exit(3)")
     assert error == kept and error.startswith(
         "its process ended with exit code 3; its output is in"
     )
     assert Path(error.rpartition(" ")[2]).read_text().startswith("so long")
+
+
+def test_a_full_disk_for_the_output_fails_no_trial(here: Path):
+    """As in a run of its own."""
+    Path("bad.py").write_text(BAD.format(how="print('x' * 100000)"))
+    config, varied = {**SMALL, "algorithm": "./bad.py:Bad"}, {"seed": [0]}
+    folder = prepare_sweep(config, varied).folder
+    folder.mkdir(parents=True)
+    (folder / "output.txt").symlink_to("/dev/full")
+    assert not raysim.sweep(config, varied).failed
 
 
 def test_a_dead_process_is_noticed_while_its_child_lives(here: Path):

@@ -7,6 +7,7 @@ that one is gone, whatever it is doing: a trial continues from its last checkpoi
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -14,10 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from typing import cast
 
 import cloudpickle
 
 from raysim.sweeps.trials.trial import train_trial
+from raysim.system import output
 
 PARENT_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether the sweep's process lives."""
@@ -26,6 +29,9 @@ PARENT_CHECK_INTERVAL_S = 1.0
 def main() -> None:
     """Train the trials that the sweep's process names until it closes the connection."""
     connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
+    output.make_lasting()
+    # So that the output of a process that is killed is in the file.
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
     def report(figures: dict[str, float]) -> str:

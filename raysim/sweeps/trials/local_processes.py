@@ -143,7 +143,6 @@ class LocalProcesses:
                 if process.place is not None or not waiting:
                     continue
                 if process.died:
-                    process.close()
                     self.processes[i] = process = self._start()
                     process.begin(self.code, job)
                 place = waiting.popleft()
@@ -192,20 +191,20 @@ def _pickled_code(trials: list[Trial]) -> bytes:
         return cloudpickle.dumps(code)
     except Exception as error:  # pickle calls the objects' own code, which may raise anything
         for trial, needed in zip(trials, code, strict=True):
-            for each in needed:
-                _check_pickles(trial, each)
+            for user_code in needed:
+                _check_pickles(trial, user_code)
         raise ConfigError(f"the objects of Python cannot be pickled: {error}") from error
 
 
-def _check_pickles(trial: Trial, code: Code | PythonObject) -> None:
+def _check_pickles(trial: Trial, user_code: Code | PythonObject) -> None:
     """Raise ConfigError if a file or an object that a trial names cannot be pickled."""
     try:
-        cloudpickle.dumps(code)
+        cloudpickle.dumps(user_code)
     except Exception as error:
-        name = code.name if isinstance(code, PythonObject) else code.package
+        name = user_code.name if isinstance(user_code, PythonObject) else user_code.package
         raise ConfigError(
             f"trial {trial.title}: {name}: it cannot be sent to the process of a trial "
-            f"({type(error).__name__}: {error}); create such a part where it is first used"
+            f"({type(error).__name__}: {error}); create such a part where it is first used, or call raysim.run"
         ) from None
 
 
@@ -225,7 +224,7 @@ class _Process:
         self.output = output
         ours, theirs = socket.socketpair()
         self.connection = Connection(ours.detach())
-        command = [sys.executable, "-u", "-P", "-m", "raysim.sweeps.trials"]
+        command = [sys.executable, "-P", "-m", "raysim.sweeps.trials"]
         with theirs, output.open("ab") as file:
             self.popen = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(os.getpid())],
@@ -279,7 +278,7 @@ class _Process:
         return "ended", ""
 
     def ending(self) -> str:
-        """Return how the process, which has died, has ended."""
+        """Wait for the process, which has died, and return how it has ended."""
         self.close()
         code = self.popen.returncode
         if code == -signal.SIGKILL:
