@@ -80,6 +80,45 @@ def test_an_object_that_cannot_be_sent_is_refused(here: Path):
     assert not [*here.glob("runs/*/sweeps/*/*")], "nothing has started"
 
 
+IDLE = """
+import os, time
+from dataclasses import dataclass
+from pathlib import Path
+from raysim.rules import ClientRule
+
+@dataclass(frozen=True)
+class Idle(ClientRule):
+    dies: bool = False
+
+    def direction(self, shared, state, batch, task):
+        if task.t >= 1 and not self.dies:
+            Path("idle").write_text(str(os.getpid()))
+        if task.t >= 1 and self.dies and not os.path.exists("spared"):
+            while not os.path.exists("ended"):
+                time.sleep(0.01)
+            os.rename("ended", "spared")
+            os.kill(os.getpid(), 9)
+        return task.grad(state['w'], batch)
+"""
+
+
+def test_the_death_of_an_idle_process_is_no_attempt_of_a_trial(here: Path):
+    """The retry of the second trial is given to the process that has ended the first."""
+    Path("idle.py").write_text(IDLE)
+
+    def watch(trial, state, facts):
+        if state == "finished" and not Path("spared").exists():
+            idle = int(Path("idle").read_text())
+            os.kill(idle, signal.SIGKILL)
+            os.waitid(os.P_PID, idle, os.WEXITED | os.WNOWAIT)
+            Path("ended").touch()
+
+    config = {**SMALL, "algorithm": "./idle.py:Idle", "sweep": {"retries": 1}}
+    outcome = raysim.sweep(config, {"algorithm.dies": [False, True]}, parallel=2, watch=watch)
+    assert not outcome.failed
+    assert [trial.failures for trial in outcome.sweep.trials] == [0, 1]
+
+
 @pytest.mark.parametrize("parallel", [0, -1])
 def test_no_trials_at_once_is_a_mistake(parallel: int, here: Path):
     with pytest.raises(ConfigError, match=f"parallel: {parallel}"):

@@ -142,7 +142,8 @@ class LocalProcesses:
             for i, process in enumerate(self.processes):
                 if process.place is not None or not waiting:
                     continue
-                if process.died:
+                if process.popen.poll() is not None:  # it may have died while it was idle
+                    process.close()
                     self.processes[i] = process = self._start()
                     process.begin(self.code, job)
                 place = waiting.popleft()
@@ -204,7 +205,8 @@ def _check_pickles(trial: Trial, user_code: Code | PythonObject) -> None:
         name = user_code.name if isinstance(user_code, PythonObject) else user_code.package
         raise ConfigError(
             f"trial {trial.title}: {name}: it cannot be sent to the process of a trial "
-            f"({type(error).__name__}: {error}); create such a part where it is first used, or call raysim.run"
+            f"({type(error).__name__}: {error}); create such a part where it is first used, or "
+            "call raysim.run"
         ) from None
 
 
