@@ -256,7 +256,12 @@ class _Tally:
 @contextlib.contextmanager
 def _lock_trials(folder: Path) -> Iterator[None]:
     """Lock the trials' folder against other sweeps, and remove it at the end if it is empty."""
-    files.make_private(folder)
+    try:
+        files.make_private(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"--dir: {folder} cannot be created: {error.strerror}; choose another folder"
+        ) from None
     output.keep_rest_in(folder)
     alone = FileLock(folder.parent / ".lock", timeout=0)
     try:

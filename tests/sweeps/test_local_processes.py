@@ -119,6 +119,13 @@ def test_the_death_of_an_idle_process_is_no_attempt_of_a_trial(here: Path):
     assert [trial.failures for trial in outcome.sweep.trials] == [0, 1]
 
 
+def test_a_folder_that_cannot_be_created_is_a_mistake(here: Path):
+    Path("runs").mkdir()
+    Path("runs/swept").touch()
+    with pytest.raises(ConfigError, match=r"--dir: .*cannot be created"):
+        raysim.sweep(SMALL, {"seed": [0, 1]})
+
+
 @pytest.mark.parametrize("parallel", [0, -1])
 def test_no_trials_at_once_is_a_mistake(parallel: int, here: Path):
     with pytest.raises(ConfigError, match=f"parallel: {parallel}"):
