@@ -140,6 +140,8 @@ class Halving:
         self.stopping = stopping
         self.reached: dict[float, dict[Path, float]] = defaultdict(dict)
         """Values by rung and by the folder of the trial."""
+        self.reasons: dict[tuple[float, Path], str] = {}
+        """Why trials were stopped, by rung and folder; a retried trial is told once more."""
 
     def judge(self, trial: Path, figures: Mapping[str, float]) -> str:
         """Keep what a trial has reached at a rung, and decide whether it goes on.
@@ -149,12 +151,12 @@ class Halving:
             figures: its `round`, and what `RungTracker.climb` returned.
 
         Returns:
-            The reason to stop the trial; "" if it goes on, or was judged at this rung before.
+            The reason to stop the trial; "" if it goes on. It stays if the trial comes again.
         """
         rung, value = figures["rung"], figures["value"]
         others = self.reached[rung]
         if trial in others:
-            return ""
+            return self.reasons.get((rung, trial), "")
         best = 1 / self.stopping.reduction_factor
         among_best = True  # the first trial at a rung always goes on
         if others and self.stopping.lower:
@@ -165,4 +167,6 @@ class Halving:
         if among_best and rung != self.stopping.max_rounds:
             return ""
         shown = f"{value:.4g}" if abs(value) < WORST_VALUE else "not finite"
-        return f"round {figures['round']:g}: {self.stopping.metric} {shown}"
+        reason = f"round {figures['round']:g}: {self.stopping.metric} {shown}"
+        self.reasons[rung, trial] = reason
+        return reason

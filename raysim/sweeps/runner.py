@@ -108,8 +108,8 @@ def run_sweep(
         The trials with their results, the failed ones, and a table of results.
 
     Raises:
-        ConfigError: a trial needs more than the machine or the cluster has, or the ledger cannot be
-            written.
+        ConfigError: a trial with actors or GPUs needs more than the machine or the cluster has, or
+            the ledger cannot be written.
         RaysimError: the tracking store cannot be used, or another sweep runs in the same folder.
         KeyboardInterrupt: the sweep was interrupted; finished trials are kept.
     """

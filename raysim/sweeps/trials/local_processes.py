@@ -67,7 +67,8 @@ def suffices(trials: list[Trial]) -> bool:
         return False
     for trial in trials:
         resources = trial.config.resources
-        if resources.executor != "inline" or resources.gpus or cluster_address(resources.address):
+        on_gpu = resources.gpus or resources.server_on_gpu
+        if resources.executor != "inline" or on_gpu or cluster_address(resources.address):
             return False
     return True
 
