@@ -140,16 +140,7 @@ class LocalProcesses:
         for process in self.processes:
             process.begin(self.code, job)
         while True:
-            for i, process in enumerate(self.processes):
-                if process.place is not None or not waiting:
-                    continue
-                if process.popen.poll() is not None:  # it may have died while it was idle
-                    process.close()
-                    self.processes[i] = process = self._start()
-                    process.begin(self.code, job)
-                place = waiting.popleft()
-                process.train(place)
-                log.started(place)
+            self._give_out(waiting, job, log)
             busy = {p.connection: p for p in self.processes if p.place is not None}
             if not busy:
                 return
@@ -172,6 +163,19 @@ class LocalProcesses:
                     waiting.appendleft(place)
                 else:
                     log.ended(place, died=process.died)
+
+    def _give_out(self, waiting: deque[int], job: bytes, log: TrialLog) -> None:
+        """Let each idle process train a trial that waits."""
+        for i, process in enumerate(self.processes):
+            if process.place is not None or not waiting:
+                continue
+            if process.popen.poll() is not None:  # it may have died while it was idle
+                process.close()
+                self.processes[i] = process = self._start()
+                process.begin(self.code, job)
+            place = waiting.popleft()
+            process.train(place)
+            log.started(place)
 
     def close(self, kill: bool = False) -> None:
         """End the processes.
