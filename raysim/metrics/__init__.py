@@ -79,9 +79,14 @@ def own_metrics_of(rules: Container[str]) -> list[Metric]:
 
 
 def all_metrics() -> list[Metric]:
-    """Return all metrics of a run; of several that match a name the first one counts."""
+    """Return all metrics of a run; of several that match a name the first one counts.
+
+    Those of users' files are one entry, whatever this process has imported.
+    """
     metrics = [metric for metric in METRICS if not metric.users_own]
     for declared in _DECLARED.values():
+        if declared.users_own:
+            continue
         part, slash, _ = declared.name.partition("/")
         places = []
         for i, metric in enumerate(metrics):

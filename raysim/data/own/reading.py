@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,9 @@ prices and times, unless the user gives the number of classes."""
 
 MAX_CLASSES = 1_000_000
 """Largest number of classes that a user can give; each has a name."""
+
+MAX_COLUMNS_SHOWN = 5
+"""Number of columns of a table that a message names."""
 
 INTEGER = re.compile("0|-?[1-9][0-9]{0,17}")
 """An integer of 64 bits as Python writes it."""
@@ -192,12 +197,24 @@ class _Reader(FormReader):
 
     def check_columns(self, train: Any, other: Any, name: str, other_name: str) -> None:
         """Refuse tables of pandas or Polars whose columns are others or in another order."""
-        columns, others = (list(getattr(table, "columns", ())) for table in (train, other))
-        if columns and others and columns != others:
-            raise self.error(
-                f"{other_name} has other columns than {name}, or in another order; give both the "
-                "same, for example test[train.columns]"
-            )
+        columns, other_columns = (
+            list(map(str, getattr(table, "columns", ()))) for table in (train, other)
+        )
+        if not columns or not other_columns or columns == other_columns:
+            return
+        surplus, other_surplus = (
+            _first_columns((Counter(a) - Counter(b)).elements())
+            for a, b in ((columns, other_columns), (other_columns, columns))
+        )
+        differ = [
+            f"{lacking} has no column {listed}"
+            for lacking, listed in ((other_name, surplus), (name, other_surplus))
+            if listed
+        ]
+        raise self.error(
+            (" and ".join(differ) or f"{other_name} has the columns of {name} in another order")
+            + "; give both the same columns in the same order, for example test[train.columns]"
+        )
 
     def one_of(self, users: Any, split: str, others: Mapping[str, Any], key: str) -> Any:
         """Return the users of a half, its own or those of a mapping; refuse both."""
@@ -422,3 +439,10 @@ def store_examples(content: Any) -> dict[str, Any]:
     path = stored_arrays("data", arrays, identity)
     classes = dataset.n_classes if dataset.classes_declared else None
     return {"name": "arrays", "path": str(path), "classes": classes}
+
+
+def _first_columns(names: Iterator[str]) -> str:
+    """Return the first few names of columns, and how many more there are."""
+    first = ", ".join(itertools.islice(names, MAX_COLUMNS_SHOWN))
+    n_more = sum(1 for _ in names)
+    return first + (f" and {n_more} more" if n_more else "")
