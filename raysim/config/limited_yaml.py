@@ -1,12 +1,13 @@
-"""YAML with limits on its size and its nesting.
+"""YAML with limits: on its size, on its nesting, and on what its aliases come to.
 
-A configuration is a page of text. What is far larger is a mistake, and is refused before it is
-built.
+A configuration is a page of text. What is far larger, or would become far larger when it is read,
+is a mistake or an attack, and is refused before it is built.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from yaml.constructor import ConstructorError
 from raysim.errors import shortened
 
 MAX_CHARACTERS = 500_000
-"""Characters of one text."""
+"""Characters of one text, with every alias replaced by what it stands for."""
 MAX_NESTING_DEPTH = 32
 """Levels of lists and mappings inside one another."""
 MAX_DIGITS = 500
@@ -107,6 +108,33 @@ def read_yaml(path: Path) -> Any:
         return load_yaml(file.read(MAX_CHARACTERS + 1))
 
 
+def check_value(value: Any) -> None:
+    """Check a value that is given from Python against the limits of a text.
+
+    Args:
+        value: a number, text, or nested lists and mappings of these.
+
+    Raises:
+        yaml.YAMLError: a number is too long, or lists and mappings are too deep or hold too much.
+    """
+    waiting = [(value, 0)]
+    count = 0
+    while waiting:
+        item, depth = waiting.pop()
+        count += 1
+        if isinstance(item, int) and abs(item) >= 10**MAX_DIGITS:
+            raise yaml.YAMLError(f"a number of more than {MAX_DIGITS} digits")
+        if isinstance(item, Mapping | list | tuple):
+            if depth == MAX_NESTING_DEPTH:
+                problem = f"more than {MAX_NESTING_DEPTH} lists and mappings inside one another"
+                raise yaml.YAMLError(problem)
+            parts = item.values() if isinstance(item, Mapping) else item
+            waiting += [(part, depth + 1) for part in parts]
+        # What waits counts too: lists that share their parts would fill the memory first.
+        if count + len(waiting) > MAX_CHARACTERS:
+            raise yaml.YAMLError(f"more than {MAX_CHARACTERS:,} values")
+
+
 def explain_yaml_error(error: yaml.YAMLError) -> str:
     """Return a parser's message as one short line.
 
@@ -123,16 +151,27 @@ def _check_limits(text: str) -> None:
     """Raise YAMLError if a text is too large or too deep, before anything is built from it."""
     if len(text) > MAX_CHARACTERS:
         raise yaml.YAMLError(f"more than {MAX_CHARACTERS:,} characters; a configuration is shorter")
-    open_anchors: list[str | None] = []
+    size = 0
+    sizes: dict[str | None, int] = {}
+    open_nodes: list[tuple[str | None, int]] = []
     for event in yaml.parse(text, Loader=_Loader):
-        problem = None
         if isinstance(event, yaml.CollectionStartEvent):
-            open_anchors.append(event.anchor)
+            open_nodes.append((event.anchor, size))
+            size += 1
         elif isinstance(event, yaml.CollectionEndEvent):
-            open_anchors.pop()
-        elif isinstance(event, yaml.AliasEvent) and event.anchor in open_anchors:
-            problem = f"'*{event.anchor}' stands for something that it is a part of"
-        if len(open_anchors) > MAX_NESTING_DEPTH:
+            anchor, size_before = open_nodes.pop()
+            sizes[anchor] = size - size_before
+        elif isinstance(event, yaml.ScalarEvent):
+            sizes[event.anchor] = len(event.value) + 1
+            size += sizes[event.anchor]
+        problem = None
+        if isinstance(event, yaml.AliasEvent):
+            size += sizes.get(event.anchor, 1)
+            if event.anchor in [anchor for anchor, _ in open_nodes]:
+                problem = f"'*{event.anchor}' stands for something that it is a part of"
+        if size > MAX_CHARACTERS:
+            problem = f"with its aliases written out it has more than {MAX_CHARACTERS:,} characters"
+        if len(open_nodes) > MAX_NESTING_DEPTH:
             problem = f"more than {MAX_NESTING_DEPTH} lists and mappings inside one another"
         if problem:
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)

@@ -129,7 +129,7 @@ def claims(source: str | Path | Mapping[str, Any]) -> Any:
 def _layers(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the configuration that a file extends, and the file; or a mapping."""
     if isinstance(source, Mapping):
-        layers = [dict(source)]
+        layers = [_checked(source)]
     else:
         path = find_config(source)
         layers = [_yaml(path)]
@@ -183,7 +183,7 @@ def parse_overrides(overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, A
             of `limited_yaml`.
     """
     if isinstance(overrides, Mapping):
-        return dict(overrides)
+        return _checked(overrides)
     values = {}
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -211,6 +211,16 @@ def _with_quotes(key: str, value: str) -> str:
     except yaml.YAMLError:
         return ""
     return f"; write {shlex.quote(f'{key}={quoted}')}"
+
+
+def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping that is given from Python, of which no value passes the limits of a file."""
+    for key, value in values.items():
+        try:
+            limited_yaml.check_value(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{key}: {error}") from None
+    return dict(values)
 
 
 def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -830,6 +830,38 @@ def test_a_part_of_an_experiments_name_is_a_folders(small, length, fits):
             prepare(small, given)
 
 
+def nested(levels: int) -> list:
+    value: list = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def containing_itself() -> list:
+    value: list = []
+    value += [value, value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (10**5000, "a number of more than 500 digits"),
+        (-(10**5000), "a number of more than 500 digits"),
+        ([{"x": 10**5000}], "a number of more than 500 digits"),
+        (nested(3000), "more than 32 lists and mappings inside one another"),
+        (containing_itself(), "more than (32 lists and mappings|500,000 values)"),
+    ],
+    ids=["long", "negative", "inside", "deep", "cyclic"],
+)
+@pytest.mark.parametrize("key", ["rounds", "name", "algorithm"])
+def test_values_from_python_have_the_limits_of_a_file(small, key, value, said):
+    with pytest.raises(ConfigError, match=f"^{key}: {said}"):
+        prepare(small, {key: value})
+    with pytest.raises(ConfigError, match=f"^{key}: {said}"):
+        prepare({**small, key: value})
+
+
 @pytest.mark.parametrize(("given", "key", "said"), mistakes())
 def test_a_mistake_is_refused_in_plain_words(small, own, given, key, said):
     if given.startswith(("client=", "server=")) and "server=" in given:

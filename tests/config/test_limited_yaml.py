@@ -5,12 +5,19 @@ from __future__ import annotations
 import shlex
 
 import pytest
+import yaml
 
 from raysim.config import limited_yaml
 from raysim.config.loading import parse_overrides
 from raysim.config.loading import read_config as layers
 from raysim.errors import ConfigError, shortened
 from raysim.prepare.resolve import prepare
+
+BILLION = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(['*' + below] * 9)}]\n"
+    for below, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+"""Nine levels of aliases: 9 to the power of 9 values."""
 
 REFUSED = {
     "digits": ("9" * 4400, "a number of 4,400 characters"),
@@ -21,6 +28,12 @@ REFUSED = {
     "unclosed depth": ("[" * 100_000, "more than 32 lists"),
     "size": ("a" * 500_001, "more than 500,000 characters"),
     "many values": ("[" + "[],[],a,b,"[:6] * 100_000 + "]", "more than 500,000 characters"),
+    "aliases": (BILLION, "with its aliases written out"),
+    "long alias": ("- &a " + "x" * 10_000 + "\n- *a" * 60, "with its aliases written out"),
+    "merged aliases": (
+        "- &a {key: a value}\n" + "- &b {<<: [" + "*a, " * 60_000 + "*a]}\n",
+        "written out",
+    ),
     "recursion": ("&a [*a]", "stands for something that it is a part of"),
     "no integer": ("!!int 1.5", "'1.5' is no int"),
     "no number": ("!!float abc", "'abc' is no float"),
@@ -119,5 +132,26 @@ def test_a_message_is_shortened_in_the_middle_alone():
     assert lines[0] == "k0: unknown" and lines[-1] == "… and 960 lines more"
 
 
+def test_aliases_of_a_few_levels_are_refused_for_what_they_are(tmp_path):
+    """Five levels are within the limits: the message is that of a wrong value, and short."""
+    path = tmp_path / "mine.yaml"
+    levels = "".join(f"  {line}" for line in BILLION.splitlines(True)[:5])
+    path.write_text(f"model:\n{levels}rounds: 1\ndata: digits\nalgorithm: fedavg\nseed: *e\n")
+    with pytest.raises(ConfigError, match="seed: input should be a valid integer") as caught:
+        prepare(path)
+    assert len(str(caught.value)) < 5000
+
+
 def test_overrides_that_are_a_mapping_are_not_parsed():
     assert layers({}, {"a": "1e-3"}) == {"a": "1e-3"}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_values_from_python_have_a_largest_number(shared):
+    value = list(range(600_000))
+    if shared:
+        value = [0]
+        for _ in range(8):
+            value = [value] * 20
+    with pytest.raises(yaml.YAMLError, match="more than 500,000 values"):
+        limited_yaml.check_value(value)
