@@ -53,8 +53,8 @@ REDACTED = "***"
 MLFLOW_VARIABLES = {"MLFLOW_TRACKING_URI": "uri", "MLFLOW_EXPERIMENT_NAME": "experiment"}
 """MLflow's own variables, and the keys of `tracking` that they replace if these are not given."""
 
-_WITHOUT_SECRETS = ("sqlite", "file", "databricks", "databricks-uc")
-"""Schemes of addresses that are paths, in which an @ is part of a name, or names of profiles."""
+_PATH_SCHEMES = ("sqlite", "file")
+"""Schemes of addresses that are paths: an @ is part of a name."""
 
 _NAME = (
     r"[\w.-]*(?:password|passwd|pwd|passphrase|secret|token|credential|api[_-]?key|"
@@ -155,7 +155,7 @@ def mask_secrets(text: str) -> str:
 
 
 def _without_user(address: re.Match[str]) -> str:
-    if address["scheme"].lower() in _WITHOUT_SECRETS:
+    if address["scheme"].lower() in _PATH_SCHEMES:
         return address[0]
     return f"{address['scheme']}://{address['rest'].rpartition('@')[2]}"
 
@@ -170,7 +170,7 @@ def encoded_uri(uri: str) -> str:
         ConfigError: its port is not a number, or it is ambiguous where its password ends.
     """
     scheme = uri.partition("://")[0].lower()
-    if "://" not in uri or scheme in _WITHOUT_SECRETS:
+    if "://" not in uri or scheme in _PATH_SCHEMES:
         return uri
     parts = _split_uri(uri)
     if parts is None and "@" not in uri:
@@ -211,8 +211,10 @@ def redacted_uri(uri: str) -> str:
         ConfigError: as in `encoded_uri`.
     """
     scheme = uri.partition("://")[0].lower()
-    if "://" not in uri or scheme in _WITHOUT_SECRETS:
+    if "://" not in uri or scheme in _PATH_SCHEMES:
         return uri
+    if scheme.startswith("databricks"):  # followed by the name of a profile
+        return mask_secrets(uri)
     parts = urlsplit(encoded_uri(uri))
     user, at, host = parts.netloc.rpartition("@")
     name, colon, _ = user.partition(":")

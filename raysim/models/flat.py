@@ -85,7 +85,7 @@ class Model:
         """
         self.learning_task = learning_task or Classification()
         self.changes_inputs = False
-        """Whether a pass changes its inputs in place, so that it gets a copy."""
+        """True if a pass changes its inputs in place. Each pass then gets a copy."""
         self.is_classifier = type(self.learning_task) is Classification
         """Whether the loss is the plain cross-entropy of class labels."""
         self.name = name

@@ -258,7 +258,7 @@ class DropoutMask:
     sizes: tuple[int, ...]
     """Size of each dimension, for one example in those that grow with their number."""
     grows: tuple[bool, ...]
-    """Whether a dimension grows with the number of examples."""
+    """For each dimension, True if it grows with the number of examples."""
     rate: float
     """Probability that an entry is dropped."""
 

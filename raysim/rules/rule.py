@@ -97,7 +97,7 @@ class Rule:
     needs_class_labels: ClassVar[bool] = False
     """Whether the rule works for `task: classification` only."""
     needs_features: ClassVar[bool] = False
-    """Whether the net has to end in a linear classifier on features that it learns."""
+    """True if the rule needs a net that ends in a linear classifier on learned features."""
     needs_public_data: ClassVar[PublicNeed] = ""
     """Public data that the rule needs: "inputs", or "labels" beside them; "" for none."""
 

@@ -141,7 +141,7 @@ class Halving:
         self.reached: dict[float, dict[Path, float]] = defaultdict(dict)
         """Values by rung and by the folder of the trial."""
         self.reasons: dict[tuple[float, Path], str] = {}
-        """Why trials were stopped, by rung and folder; a retried trial is told once more."""
+        """Reason of each stop, by rung and folder. A retried trial gets its reason again."""
 
     def judge(self, trial: Path, figures: Mapping[str, float]) -> str:
         """Keep what a trial has reached at a rung, and decide whether it goes on.

@@ -225,3 +225,8 @@ def test_an_unusable_variable_is_named(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "./mlruns")
     with pytest.raises(ConfigError, match=r"is a folder.*\$MLFLOW_TRACKING_URI"):
         read_run_config({"rounds": 1})
+
+
+def test_a_password_before_the_profile_of_databricks_is_not_shown():
+    address = "databricks://u:t0ken@work"
+    assert redacted_uri(address) == mask_secrets(address) == "databricks://work"

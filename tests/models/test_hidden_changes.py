@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from support.plain_fedavg import blobs, check, cut, fedavg, run
 from torch import nn
 
 from raysim.errors import ConfigError
+from raysim.rules import ClientRule
 
 DATA, PARTS = blobs(), cut([60, 30, 20, 10])
 
@@ -51,6 +54,21 @@ LATE = {
 def test_a_change_on_some_examples_ends_the_run(late, message):
     with pytest.raises(ConfigError, match=message):
         run(Net(late), DATA, PARTS)
+
+
+@dataclass(frozen=True)
+class DrawsLater(ClientRule):
+    """Draws in a round that no dry run reaches."""
+
+    def direction(self, shared, state, batch, task):
+        if task.t > 0:
+            np.random.rand()
+        return task.grad(state["w"], batch)
+
+
+def test_a_rule_that_draws_in_a_later_round_ends_the_run():
+    with pytest.raises(ConfigError, match="or the client rule draws from NumPy's global generator"):
+        run(nn.Linear(6, 3), DATA, PARTS, rounds=2, client=DrawsLater)
 
 
 def keep(net, x):

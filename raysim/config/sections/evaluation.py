@@ -134,12 +134,12 @@ class Evaluate(Section):
 
 
 class OwnMetric(Section):
-    """What reports have to know of a metric of yours, because they do not import your files."""
+    """Unit and direction of one of your own metrics. Reports read them here, not in your files."""
 
     unit: str = ""
     """Unit of its values, such as share; empty for none."""
     larger_is_better: bool | None = None
-    """Whether larger values are better; null: neither."""
+    """True if larger values are better, false if smaller ones are; null: no direction."""
 
 
 class Stop(Section):

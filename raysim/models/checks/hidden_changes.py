@@ -51,8 +51,10 @@ class HiddenChanges:
         library = before.drawn_from()
         if library in LIBRARIES:
             raise ConfigError(
-                f"{label} draws from {library}'s global generator on some examples, so a run could "
-                "not be repeated; use nn.Dropout itself, whose masks raysim keys"
+                f"{label}, its loss or the client rule draws from {library}'s global generator on "
+                "some examples or in some rounds, so a run could not be repeated; use nn.Dropout "
+                "itself, whose masks raysim keys, or keyed numbers in a rule "
+                "(docs/how-to/random_numbers.md)"
             )
         self.rounds += 1
         if self.rounds & (self.rounds - 1):

@@ -179,7 +179,7 @@ class RuleDryRun:
         chosen = np.linspace(0, len(plan.dataset.y) - 1, large + small).astype(np.int64)
         self.clients = Clients(chosen, np.array([0, large, large + small]), np.empty(0, np.int64))
         self.has_captured = False
-        """Whether a local step was captured."""
+        """True once a local step has been captured."""
         self.refusals: list[str] = []
         """Why local steps cannot be captured, with the line of the rule; [] if they can."""
 

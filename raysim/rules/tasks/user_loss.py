@@ -96,7 +96,7 @@ class UserLoss:
         self.takes_reduction = _takes_reduction(function) and not of_sequences
         self._copies: dict[tuple, Any] = {}
         self._changes_arguments: bool | None = None
-        """Whether it changes outputs or targets in place; None before the first call."""
+        """True if the function changes outputs or targets in place; None before the first call."""
 
     def check_state(self, outputs: Tensor, y: Tensor) -> None:
         """Check that a second call gives the same loss, and that calls change no tensor or number.

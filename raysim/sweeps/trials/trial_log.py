@@ -63,10 +63,8 @@ class TrialLog:
             place: position of the trial.
             ending: how the process has ended.
         """
-        folder = self.trials[place].folder
-        files.make_private(folder)
         set_aside_error(self.trials[place])  # of an earlier sweep, if the process died at its start
-        files.write_file(folder / "error.txt", ending)
+        _write_error(self.trials[place], ending)
 
     def again(self, place: int) -> None:
         """Log that a trial is tried again.
@@ -112,17 +110,20 @@ class TrialLog:
 
     def _error(self, trial: Trial, died: bool) -> str:
         mistake = trial.folder / "error.txt"
+        if died and not mistake.exists():  # Tune does not say how a process has ended
+            _write_error(trial, "its process died (out of memory?)")
         if mistake.exists():
             return mistake.read_text().strip()
-        if died:  # so that it could not write the file
-            text = "its process died (out of memory?)"
-            files.make_private(trial.folder)
-            files.write_file(mistake, text)
-            return text
         return (
             f"there is no record of it in {trial.folder}; every node of the cluster must see that "
             "folder"
         )
+
+
+def _write_error(trial: Trial, text: str) -> None:
+    """Write error.txt of a trial, whose folder may be missing."""
+    files.make_private(trial.folder)
+    files.write_file(trial.folder / "error.txt", text)
 
 
 def _replay_finished(halving: Halving, sweep: Sweep, missing: list[Trial]) -> None:
