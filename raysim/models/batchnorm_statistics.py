@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from raysim.errors import ConfigError
 from raysim.models.comparison import same_values
 from raysim.models.keyed_layers import BATCH_NORMS, has_own_forward, switch_off_dropout
+from raysim.system.global_generators import generators_kept
 
 COUNTER = "num_batches_tracked"
 """Buffer of normalisation layers that counts passes; only a momentum of None depends on it."""
@@ -109,7 +110,7 @@ def _moved_buffers(net: nn.Module, x: Tensor) -> set[str]:
     before = {name: buffer.clone() for name, buffer in net.named_buffers()}
     net.train()
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with generators_kept(), torch.no_grad():
             net(x.clone())
     except Exception:  # the dry run reports it
         return set()

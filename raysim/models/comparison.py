@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.models.keyed_layers import switch_off_dropout
+from raysim.system.global_generators import seed_generators
 
 
 def same_values(tensor: Tensor, other: Tensor) -> bool:
@@ -65,26 +66,31 @@ def magnitude(tensors: Iterable[Tensor | None]) -> float:
     return largest
 
 
-def original_copy(net: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def original_copy(
+    net: nn.Module, dtype: torch.dtype, device: torch.device, draws: tuple[str, ...]
+) -> nn.Module:
     """Return a copy of a user's net in training mode and in the run's type.
 
-    Its keyed dropout is off, and it gets copies of its inputs, which it may change in place.
+    Its keyed dropout is off, and it gets copies of its inputs, which it may change in place. What
+    it draws from global generators begins at the same numbers in each pass.
 
     Args:
         net: the net as the user wrote it.
         dtype: type of the run.
         device: device of the copy.
+        draws: the libraries from whose generators it draws.
     """
     original = copy.deepcopy(net).to(dtype=dtype, device=device)
     switch_off_dropout(original)
     # Also those parameters are frozen that the net's own `train` freezes.
     original.train()
-    original.register_forward_pre_hook(_copy_inputs, prepend=True)
+
+    def prepare(net: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        seed_generators(draws, 0)
+        return tuple(x.clone() for x in inputs)
+
+    original.register_forward_pre_hook(prepare, prepend=True)
     return original
-
-
-def _copy_inputs(net: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(x.clone() for x in inputs)
 
 
 def layer_names(net: nn.Module) -> dict[nn.Module, str]:

@@ -9,8 +9,8 @@ by the forwards of raysim.models.keyed_layers, every other layer by its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import zip_longest
@@ -44,7 +44,7 @@ from raysim.rules.losses import Loss, cross_entropy, task_loss
 from raysim.rules.task import PassMode
 from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.shipped_tasks import Classification
-from raysim.system.global_generators import GlobalGenerators
+from raysim.system.global_generators import GlobalGenerators, generators_kept, seed_generators
 from raysim.system.signals import reraise_stop
 
 Calls = list[tuple[nn.Module, tuple[int, ...]]]
@@ -80,12 +80,14 @@ class Model:
 
         Raises:
             ConfigError: the net has no trainable parameters or some of another kind than real
-                numbers, fails on two examples, or draws from the global generator; or its output
-                or the loss has the wrong shape.
+                numbers, or fails on two examples; or its output or the loss has the wrong shape.
         """
         self.learning_task = learning_task or Classification()
         self.changes_inputs = False
         """True if a pass changes its inputs in place. Each pass then gets a copy."""
+        self.draws: tuple[str, ...] = ()
+        """The libraries from whose global generators a training pass draws, beside the masks of
+        dropouts. They are seeded before each pass."""
         self.is_classifier = type(self.learning_task) is Classification
         """Whether the loss is the plain cross-entropy of class labels."""
         self.name = name
@@ -153,6 +155,7 @@ class Model:
         generators = GlobalGenerators()
         try:
             outputs, of_two = self._first_pass(x)
+            self.draws = generators.drawn_from()
             of_three = self._first_pass(self.examples(3)[0])[1] if of_two else []
         except ConfigError:
             raise
@@ -189,7 +192,7 @@ class Model:
     @property
     def masks_are_of_examples(self) -> bool:
         """True if each example has masks of its own, along their first dimension."""
-        return all(mask.is_of_examples for mask in self.dropouts)
+        return not self.draws and all(mask.is_of_examples for mask in self.dropouts)
 
     def _first_pass(self, x: Tensor) -> tuple[Tensor, Calls]:
         """Return the outputs for inputs x, and the calls of dropouts; choose the memory format."""
@@ -469,6 +472,26 @@ class Model:
         # Autograd keeps the types of autocast by itself; TF32 has to be allowed in both passes.
         return tf32() if self.precision == "tf32" else nullcontext()
 
+    @contextmanager
+    def drawing(self, mode: PassMode, drop: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+        """Seed the global generators from which a forward pass draws; put them back at the end.
+
+        Args:
+            mode: mode of the pass; none draws in evaluation.
+            drop: dropout masks, and last the seed of a net that draws; () for a pass without masks,
+                in which the seed is 0.
+
+        Yields:
+            The masks.
+        """
+        if mode == "eval" or not self.draws:
+            yield drop
+            return
+        *masks, seed = drop or (torch.tensor(0),)
+        with generators_kept(self.draws):
+            seed_generators(self.draws, int(seed))
+            yield tuple(masks)
+
     def in_precision(
         self, run: Callable[[], Tensor], frame: ForwardContext, levels: list[Tensor] | None
     ) -> Tensor:
@@ -527,17 +550,19 @@ class BoundModel:
             mode: mode of the pass, see `ForwardContext.mode`.
             buffers: running statistics [Q], updated in place in mode "train"; None where the
                 pass uses none.
-            drop: dropout masks, in the order of calls; () disables dropout.
+            drop: dropout masks, in the order of calls, and last the seed of a net that draws; ()
+                disables dropout.
             first: see `StagedModel.forward`.
             levels: see `StagedModel.forward`.
 
         Returns:
             The outputs, [B, classes] or in the shape of the learning task.
         """
-        self.tell(mode, buffers, drop, first)
         if self.model.changes_inputs:
             x = x.clone()
-        out = self.model.in_precision(lambda: self.module(x, first, levels), self.frame, levels)
+        with self.model.drawing(mode, drop) as masks:
+            self.tell(mode, buffers, masks, first)
+            out = self.model.in_precision(lambda: self.module(x, first, levels), self.frame, levels)
         if self.statistics.unkeyed and mode == "train":
             self.statistics.collect()
         return out
@@ -550,7 +575,7 @@ class BoundModel:
         Args:
             mode: see `forward`.
             buffers: see `forward`.
-            drop: see `forward`.
+            drop: dropout masks, in the order of calls; () disables dropout.
             first: the first stage that runs.
         """
         is_training = mode != "eval"

@@ -55,7 +55,7 @@ def check_privacy(config: Config, client: ClientRule, server: ServerRule, model:
     has_norm = any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds)
     if has_norm or model.buffer_size or couples_examples(model):
         raise ConfigError(
-            f"privacy: model '{config.model.name}' has BatchNorm, a dropout mask that "
+            f"privacy: model '{config.model.name}' has BatchNorm, random numbers that "
             "examples share, or the like, which makes the gradient of an example depend on the "
             "other examples, or sends statistics without noise; use a net with GroupNorm or none"
         )

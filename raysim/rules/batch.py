@@ -19,7 +19,9 @@ class Batch(SuggestsAttributes):
     y: Tensor
     """Labels, `[B]`, or probabilities, `[B, classes]`; other tasks have targets, `[B, ...]`."""
     drops: tuple[tuple[Tensor, ...], ...] = ()
-    """Independent sets of dropout masks, as many as the rule's `dropout_masks`."""
+    """Independent sets of dropout masks, as many as the rule's `dropout_masks`.
+
+    The last entry of a set is the seed of a net that draws from global generators, if it does."""
     chosen: int = 0
     """Number of the set in use; see `masked`."""
     prepared: tuple[Batch, ...] = ()
@@ -31,7 +33,7 @@ class Batch(SuggestsAttributes):
 
     @property
     def drop(self) -> tuple[Tensor, ...]:
-        """The dropout masks in use, one for each dropout layer, [B, ...] each."""
+        """The dropout masks in use, one for each dropout call, [B, ...] each; see `drops`."""
         return self.drops[self.chosen] if self.drops else ()
 
     @property

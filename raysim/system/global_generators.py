@@ -1,45 +1,120 @@
-"""The global random generators, from which no code of a run may draw."""
+"""The global random generators: no code of a run draws from them, but for nets in training.
+
+A run seeds them before each training pass of a net that draws from them.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 
+@dataclass(frozen=True)
+class Generator:
+    """A global generator."""
+
+    state: Callable[[], Any]
+    """Returns its state."""
+    set_state: Callable[[Any], None]
+    """Sets its state."""
+    seed: Callable[[int], Any]
+    """Seeds it with a number below 2^32."""
+
+
+def _torch_states() -> list[bytes]:
+    """Return the states of torch's generators of the CPU and, if in use, of the current GPU."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return [state.numpy().tobytes() for state in states]
+
+
+def _set_torch_states(states: list[bytes]) -> None:
+    """Set the states of torch's generators."""
+    tensors = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states]
+    torch.set_rng_state(tensors[0])
+    for state in tensors[1:]:
+        torch.cuda.set_rng_state(state)
+
+
+def _seed_torch(number: int) -> None:
+    """Seed torch's generators. Unlike `torch.manual_seed` it starts no GPU that is not in use."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    """Return the state of NumPy's generator, with the words as bytes, so that states compare."""
+    name, words, *rest = np.random.get_state()
+    assert isinstance(words, np.ndarray)
+    return name, words.tobytes(), *rest
+
+
+def _set_numpy_state(state: tuple[Any, ...]) -> None:
+    """Set the state of NumPy's generator."""
+    name, words, *rest = state
+    np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))
+
+
+GENERATORS: Mapping[str, Generator] = {
+    "torch": Generator(_torch_states, _set_torch_states, _seed_torch),
+    "NumPy": Generator(_numpy_state, _set_numpy_state, np.random.seed),
+    "Python": Generator(random.getstate, random.setstate, random.seed),
+}
+"""The generators by library."""
+
+
 class GlobalGenerators:
-    """States of the global random generators of torch, NumPy and Python at one moment."""
+    """States of global random generators at one moment.
 
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._numpy: Any = np.random.get_state()
-        self._python = random.getstate()
+    Args:
+        libraries: those whose generators are looked at, of `GENERATORS`.
+    """
 
-    def drawn_from(self) -> str | None:
-        """Return the library whose generator has changed since; None for none."""
-        if not torch.equal(self._torch, torch.get_rng_state()):
-            return "torch"
-        numpy: Any = np.random.get_state()
-        if not all(np.array_equal(a, b) for a, b in zip(self._numpy, numpy, strict=True)):
-            return "NumPy"
-        return None if self._python == random.getstate() else "Python"
+    def __init__(self, libraries: Collection[str] = tuple(GENERATORS)):
+        self._states = {library: GENERATORS[library].state() for library in libraries}
+
+    def drawn_from(self) -> tuple[str, ...]:
+        """Return the libraries whose generators have changed since."""
+        return tuple(
+            library
+            for library, state in self._states.items()
+            if GENERATORS[library].state() != state
+        )
 
     def restore(self) -> None:
         """Put the generators back into these states."""
-        torch.set_rng_state(self._torch)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
+        for library, state in self._states.items():
+            GENERATORS[library].set_state(state)
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Put the global generators back at the end into the states that they have at the beginning."""
-    before = GlobalGenerators()
+def generators_kept(libraries: Collection[str] = tuple(GENERATORS)) -> Iterator[None]:
+    """Put global generators back at the end into the states that they have at the beginning.
+
+    Args:
+        libraries: those whose generators are kept.
+    """
+    before = GlobalGenerators(libraries)
     try:
         yield
     finally:
         before.restore()
+
+
+def seed_generators(libraries: Collection[str], number: int) -> None:
+    """Seed global generators.
+
+    Args:
+        libraries: those whose generators are seeded.
+        number: the seed, from 0, below 2^32.
+    """
+    for library in libraries:
+        GENERATORS[library].seed(number)

@@ -119,7 +119,7 @@ def test_masks_that_are_not_of_examples_are_not_divided(place):
         == "pooled"
     )
     privacy = {"unit": "example", "max_grad_norm": 1.0, "noise_multiplier": 1.0}
-    with pytest.raises(ConfigError, match="a dropout mask that examples share"):
+    with pytest.raises(ConfigError, match="random numbers that examples share"):
         run(net, DATA, PARTS, 1, privacy=privacy)
 
 

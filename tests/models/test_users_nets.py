@@ -508,15 +508,6 @@ class Toggles(Head):
         return self.head(x) if self.change else 2 * self.head(x)
 
 
-class RecurrentDropout(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.last = nn.LSTM(6, 4, 2, batch_first=True, dropout=0.5), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.last(self.lstm(x[:, None])[0][:, -1])
-
-
 class CountsInABuffer(Head):
     def __init__(self):
         super().__init__(None)
@@ -620,11 +611,7 @@ def hooked_tensor() -> nn.Module:
 OWN_GENERATOR = np.random.default_rng(0)
 
 REFUSED = {
-    "torch": (lambda: Head(lambda m: torch.rand(())), "torch's global generator, in the net"),
-    "functional dropout": (
-        lambda: Head(lambda m: F.dropout(torch.ones(3), 0.5, m.training)),
-        "torch's global generator",
-    ),
+    "torch": (lambda: Head(lambda m: torch.rand(())), "generator in evaluation mode, in the net"),
     "torch in evaluation": (
         lambda: Head(lambda m: 1 if m.training else torch.rand(())),
         "generator in evaluation mode",
@@ -633,7 +620,6 @@ REFUSED = {
     "NumPy": (lambda: Head(lambda m: np.random.rand()), "NumPy's global generator"),
     "own generator": (lambda: Head(lambda m: OWN_GENERATOR.random()), "two outputs for the same"),
     "clock": (lambda: Head(lambda m: 1 + time.perf_counter()), "two outputs for the same"),
-    "dropout layer": (lambda: sequence(nn.AlphaDropout(0.5)), r"in 1 \(AlphaDropout\)"),
     "subclass of dropout": (lambda: sequence(DropsInEvaluation(0.5)), r"1 \(DropsInEvaluation\)"),
     "switch": (lambda: Toggles(False), "attribute 'change' of the net"),
     "counter": (lambda: Counts(None), "attribute 'calls' of the net"),
@@ -648,7 +634,6 @@ REFUSED = {
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), r"0 \(LazyLinear\) has no shape"),
     "lazy norm": (lambda: sequence(nn.LazyBatchNorm1d()), r"1 \(LazyBatchNorm1d\) has no shape"),
     "counter in a buffer": (CountsInABuffer, "buffer 'seen' of type torch.int64"),
-    "dropout of an LSTM": (RecurrentDropout, r"lstm \(LSTM\)"),
     "complex": (Complex, "'w' is complex"),
     "observes in evaluation": (lambda: sequence(Observes()), "buffer '1.top' in evaluation mode"),
     "statistics that are not saved": (lambda: sequence(Unsaved()), "'means' in training, which is"),

@@ -40,19 +40,21 @@ def fedavg(
     lr: float = 0.1,
     steps: int = 2,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    before_pass: Callable[[int, int, int], None] = lambda t, client, step: None,
 ) -> nn.Module:
     """Full batches; means weighted by samples, of all floating-point tensors of the state_dict."""
     net = copy.deepcopy(net).double()
     x, y = torch.tensor(data[0]).double(), torch.tensor(data[1])
     weights = [len(part) / sum(map(len, parts)) for part in parts]
-    for _ in range(rounds):
+    for t in range(rounds):
         states = []
-        for part in parts:
+        for client, part in enumerate(parts):
             local = copy.deepcopy(net)
             local.train()
             opt = optimizer(local) if optimizer else torch.optim.SGD(local.parameters(), lr=lr)
-            for _ in range(steps):
+            for step in range(steps):
                 opt.zero_grad()
+                before_pass(t, client, step)
                 F.cross_entropy(local(x[part]), y[part]).backward()
                 opt.step()
             states.append(local.state_dict())

@@ -20,6 +20,7 @@ from raysim.training.trainers.host_graphs import HostGraphs, rehearsal, rehearse
 from raysim.training.trainers.lane_trainer import LaneTrainer
 
 NET = program("lanes_net")
+DRAWING_NET = program("drawing_net")
 RULES = program("rule_dry_run_rules") + program("lanes_rules")
 
 Runs = Callable[..., list[np.ndarray]]
@@ -171,6 +172,18 @@ def test_steps_that_are_not_captured_are_a_metric(engine, source):
         given = config(None, source("net", NET), client=f"{rules}:{rule}", server="fedavg")
         _, records = engine(given)
         assert (records[-1].get("system/uncaptured_steps", 0) == 8 * 3) == is_counted
+
+
+def test_steps_of_a_net_that_draws_are_not_captured_and_give_the_bits_of_mode_loop(engine, source):
+    net = f"{source('drawing', DRAWING_NET)}:net"
+    runs = []
+    for mode in ("loop", "lanes"):
+        given = {**config("gradma", source("net", NET)), "model": {"name": net}}
+        run, records = engine({**given, "batching": {"mode": mode, "size": 5}})
+        runs.append(run)
+        assert records[-1].get("system/uncaptured_steps", 0) == (8 * 3 if mode == "lanes" else 0)
+    assert xs(runs[0]) == xs(runs[1])
+    assert "the net draws random numbers" in trainer_of(runs[1]).refusals[0]
 
 
 def test_out_of_memory_trains_the_block_again_on_half_the_lanes(trained, monkeypatch, caplog):

@@ -6,14 +6,12 @@ raysim reads each example once. What such a data set gives would be drawn once f
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from raysim.system.global_generators import generators_kept
+from raysim.system.global_generators import GENERATORS, generators_kept, seed_generators
 
 MIN_EXAMPLES_READ_AGAIN = 1024
 """Examples that are read again, if there are as many."""
@@ -21,6 +19,9 @@ MIN_EXAMPLES_READ_AGAIN = 1024
 EXAMPLES_FOR_ONE_MORE = 16
 """One more example is read again for each of these, so that loading large data sets takes a
 sixteenth longer."""
+
+SEED_OF_NO_ONE = 926_535
+"""A seed that no data set has chosen."""
 
 Example = tuple[Any, Any, Any]
 """x and y, each an array or an image of Pillow, and the user."""
@@ -42,18 +43,11 @@ def first_changed(read: Callable[[int], Example], examples: Sequence[Example]) -
     # Digests are taken first: an example may be a view of memory that the next reading changes.
     before = {k: _digests(examples[k]) for k in positions}
     with generators_kept():
-        _seed_generators()
+        seed_generators(GENERATORS, SEED_OF_NO_ONE)
         for k in positions:
             if _digests(read(k)) != before[k]:
                 return k
     return None
-
-
-def _seed_generators() -> None:
-    """Give the global generators of Python, NumPy and torch a state that no one chose."""
-    random.seed("raysim")
-    np.random.seed(926_535)
-    torch.default_generator.manual_seed(926_535)
 
 
 def _digests(example: Example) -> list[str]:

@@ -24,7 +24,7 @@ from raysim.models.comparison import close, layer_names, magnitude, original_cop
 from raysim.models.first_outputs import failed_loss
 from raysim.models.flat import BoundModel, Model
 from raysim.randomness import generator
-from raysim.system.global_generators import GlobalGenerators
+from raysim.system.global_generators import GlobalGenerators, generators_kept
 from raysim.system.signals import reraise_stop
 
 EXAMPLES = 4
@@ -85,7 +85,7 @@ def check_reading(net: nn.Module, model: Model, settings: str = "") -> None:
     if compared is not None and settings in compared:
         return
     x, y = model.examples(EXAMPLES)
-    with _named_failure(model):
+    with _named_failure(model), generators_kept():
         refuse_draws(net, model, x)
         refuse_hidden_state(net, model, x)
         _refuse_foreign_parameters(net, model, x, y)
@@ -135,7 +135,7 @@ def sample_outputs(model: Model) -> Tensor:
 
 def _compare(net: nn.Module, model: Model, x: Tensor, y: Tensor) -> None:
     """Compare passes of the user's net with those of the bound net, also after steps."""
-    original = original_copy(net, model.dtype, model.device)
+    original = original_copy(net, model.dtype, model.device, model.draws)
     trained = [parameter for parameter in original.parameters() if parameter.requires_grad]
     bound = BoundModel(model)
     w, buffers = model.initial()
@@ -185,11 +185,13 @@ def _try_dropout(model: Model, x: Tensor, y: Tensor) -> None:
     """Make a pass with masks, forward and backward, in which layers may be called again."""
     if not model.dropouts:
         return
+    seed = [torch.tensor(0)] if model.draws else []
     bound = BoundModel(model)
     w, buffers = model.initial()
     bound.w.copy_(w)
-    masks = tuple(w.new_ones(mask.shape(len(x))) for mask in model.dropouts)
-    loss = _mean_loss(model, bound.forward(model.as_trained(x), "train", buffers, masks), x, y)
+    masks = [w.new_ones(mask.shape(len(x))) for mask in model.dropouts]
+    outputs = bound.forward(model.as_trained(x), "train", buffers, (*masks, *seed))
+    loss = _mean_loss(model, outputs, x, y)
     if loss.requires_grad:
         torch.autograd.grad(loss, bound.parameters, allow_unused=True)
 
@@ -251,7 +253,7 @@ def _layers(net: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, dict[str
 
 def _refuse_foreign_parameters(net: nn.Module, model: Model, x: Tensor, y: Tensor) -> None:
     """Refuse a net, or a loss, that depends on a parameter that is not one of the net's own."""
-    original = original_copy(net, model.dtype, model.device)
+    original = original_copy(net, model.dtype, model.device, model.draws)
     # Tensors of one pass only, such as inputs whose gradient forward uses, are no parameters.
     outputs, again = original(x), original(x)
     losses = [_mean_loss(model, of_pass, x, y) for of_pass in (outputs, again)]

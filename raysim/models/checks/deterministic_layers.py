@@ -13,6 +13,7 @@ from raysim.models.checks.against_pytorch import EXAMPLES
 from raysim.models.comparison import layer_names, original_copy
 from raysim.models.flat import Model
 from raysim.system.deterministic_kernels import operation_without_kernel, use_deterministic_kernels
+from raysim.system.global_generators import generators_kept
 
 LayerInputs = dict[nn.Module, tuple[Any, ...]]
 """Arguments of the first call of each layer that has no layers of its own."""
@@ -29,7 +30,15 @@ def check_deterministic_layers(net: nn.Module, model: Model) -> None:
     Raises:
         ConfigError: a layer has no deterministic kernel on that device; the message names it.
     """
-    original = original_copy(net, model.dtype, model.device)
+    for layer, name in layer_names(net).items():
+        # cuDNN draws these masks from a state of the process, which no seed resets.
+        if isinstance(layer, nn.RNNBase) and layer.dropout > 0 and model.device.type == "cuda":
+            raise ConfigError(
+                f"{model.label}: the dropout between the layers of {name} cannot be repeated on a "
+                "GPU; set its dropout to 0, with an nn.Dropout between layers of your own, or set "
+                "resources.deterministic=false to accept that"
+            )
+    original = original_copy(net, model.dtype, model.device, model.draws)
     inputs: LayerInputs = {}
     for layer in original.modules():
         if not list(layer.children()):
@@ -38,7 +47,8 @@ def check_deterministic_layers(net: nn.Module, model: Model) -> None:
             )
     restore = use_deterministic_kernels()
     try:
-        _differentiate(original(model.examples(EXAMPLES)[0]))
+        with generators_kept():
+            _differentiate(original(model.examples(EXAMPLES)[0]))
     except RuntimeError as error:
         operation = operation_without_kernel(error)
         if not operation:

@@ -45,15 +45,15 @@ class HiddenChanges:
         Raises:
             ConfigError: a global generator was drawn from, or outputs have changed.
         """
-        before = GlobalGenerators()
+        before = GlobalGenerators(LIBRARIES)
         yield
         label = self.bound.model.label
-        library = before.drawn_from()
-        if library in LIBRARIES:
+        libraries = before.drawn_from()
+        if libraries:
             raise ConfigError(
-                f"{label}, its loss or the client rule draws from {library}'s global generator on "
-                "some examples or in some rounds, so a run could not be repeated; use nn.Dropout "
-                "itself, whose masks raysim keys, or keyed numbers in a rule "
+                f"{label}, its loss or the client rule draws from {libraries[0]}'s global "
+                "generator on some examples or in some rounds, so a run could not be repeated; let "
+                "forward draw in each training pass, or use keyed numbers in a rule "
                 "(docs/how-to/random_numbers.md)"
             )
         self.rounds += 1

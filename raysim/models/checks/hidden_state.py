@@ -19,7 +19,7 @@ from raysim.errors import ConfigError
 from raysim.models.batchnorm_statistics import COUNTER
 from raysim.models.comparison import close, layer_names, original_copy, same_values
 from raysim.models.flat import Model
-from raysim.system.global_generators import GlobalGenerators
+from raysim.system.global_generators import GlobalGenerators, seed_generators
 
 MODES = ("training", "evaluation", "training")
 """Modes of the passes that show whether a net keeps something between passes."""
@@ -35,7 +35,9 @@ MAX_ATTRIBUTE_NUMBERS = 1_000_000
 
 
 def refuse_draws(net: nn.Module, model: Model, x: Tensor) -> None:
-    """Refuse a net that draws random numbers in a pass, apart from keyed dropout.
+    """Refuse a net that draws random numbers in evaluation, or in some training passes only.
+
+    Before each training pass raysim seeds the generators from which the net draws in all of them.
 
     Args:
         net: the net as the user wrote it; not changed.
@@ -45,21 +47,23 @@ def refuse_draws(net: nn.Module, model: Model, x: Tensor) -> None:
     Raises:
         ConfigError: it draws; the message names the layer.
     """
-    original = original_copy(net, model.dtype, model.device)
+    original = original_copy(net, model.dtype, model.device, model.draws)
     for training in (True, False):
         original.train(training)
+        # Each pass of the copy seeds them, too.
+        seed_generators(model.draws, 0)
         before = GlobalGenerators()
         with torch.no_grad():
             original(x)
-        library = before.drawn_from()
-        if library is not None:
-            before.restore()
+        libraries = before.drawn_from()
+        if training:
+            libraries = tuple(library for library in libraries if library not in model.draws)
+        if libraries:
             layer = _drawing_layer(original, x)
-            mode = "" if training else " in evaluation mode"
-            advice = "nn.Dropout itself, whose masks raysim keys" if training else "none there"
+            mode = "in some of its training passes only" if training else "in evaluation mode"
             raise ConfigError(
-                f"{model.label} draws from {library}'s global generator{mode}, in {layer}, so a "
-                f"run could not be repeated; use {advice}"
+                f"{model.label} draws from {libraries[0]}'s global generator {mode}, in {layer}, "
+                "so a run could not be repeated; draw in each training pass, and in no other"
             )
     if any(_keeps_dropout(module, original) for module in original.modules()):
         raise ConfigError(
@@ -76,7 +80,6 @@ def _keeps_dropout(module: nn.Module, net: nn.Module) -> bool:
 
 def _drawing_layer(net: nn.Module, x: Tensor) -> str:
     """Return the innermost layer in whose pass a global generator changes."""
-    start = GlobalGenerators()
     before: list[GlobalGenerators] = []
     layers: list[str] = []
     names = layer_names(net)
@@ -85,7 +88,7 @@ def _drawing_layer(net: nn.Module, x: Tensor) -> str:
         before.append(GlobalGenerators())
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if before.pop().drawn_from() is not None:
+        if before.pop().drawn_from():
             layers.append(names[module])
 
     handles = []
@@ -96,7 +99,6 @@ def _drawing_layer(net: nn.Module, x: Tensor) -> str:
         net(x)
     for handle in handles:
         handle.remove()
-    start.restore()
     return layers[0] if layers else "forward"
 
 
@@ -111,7 +113,7 @@ def refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
     Raises:
         ConfigError: they do; the message names the parameter, buffer or attribute.
     """
-    original = original_copy(net, model.dtype, model.device)
+    original = original_copy(net, model.dtype, model.device, model.draws)
     tensors = dict(original.named_parameters()) | dict(original.named_buffers())
     start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     known = {f"{s.layer}.{s.name}".lstrip(".") for s in model.statistics}

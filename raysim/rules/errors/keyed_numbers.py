@@ -24,11 +24,11 @@ def keyed_numbers_only(refusal: Callable[[str], RaysimError]) -> Iterator[None]:
     """
     before = GlobalGenerators()
     yield
-    library = before.drawn_from()
-    if library is None:
+    libraries = before.drawn_from()
+    if not libraries:
         return
     before.restore()
     raise refusal(
-        f"draws from {library}'s global generator, so a run could not be repeated; use keyed "
+        f"draws from {libraries[0]}'s global generator, so a run could not be repeated; use keyed "
         "numbers"
     )

@@ -26,10 +26,14 @@ from raysim.training.batches.pooled_batch import PooledBatch
 from raysim.training.batches.step_numbers import StepNumbers
 from raysim.training.messages import ClientTask
 
+MAX_SEED = 2**32
+"""Seeds of a net that draws are below this number, as NumPy's have to be."""
+
 PREFETCH_EXAMPLES = 1024
 """Number of examples that are gathered and normalised together in loop mode, in whole batches."""
 
 AUGMENT, DROPOUT, PRIVATE_NOISE, RULE_NOISE = "augment", "dropout", "noise", "client rule noise "
+NET = "net"
 """Purposes of random numbers in a step; names of a rule's follow the last."""
 
 
@@ -77,6 +81,8 @@ class ClientBatches:
             purposes[AUGMENT] = ("B", NUMBERS_PER_AUGMENTATION), "uniform64"
         if self.model.dropouts:
             purposes[DROPOUT] = (), "uniform"  # see `_count`
+        if self.model.draws:
+            purposes[NET] = (self.sets,), "uniform64"
         if private is not None and private.noise_multiplier > 0:
             purposes[PRIVATE_NOISE] = (self.model.size,), "normal"
         for key, spec in self.noise_specs.items():
@@ -268,7 +274,7 @@ class ClientBatches:
     def masks(
         self, draws: Mapping[str, StepNumbers], k: int, n: int
     ) -> tuple[tuple[Tensor, ...], ...]:
-        """Draw the dropout masks of one step, scaled to keep the mean.
+        """Draw the dropout masks of one step, scaled to keep the mean, and the seeds of the net.
 
         Args:
             draws: the random numbers of tasks.
@@ -277,9 +283,10 @@ class ClientBatches:
 
         Returns:
             The masks of all layers, [n, ...] where each example has one of its own, for each
-            independent set; () without dropout.
+            independent set; of a net that draws, an integer on the CPU comes last, the seed of a
+            pass. () without both.
         """
-        if DROPOUT not in draws:
+        if not draws.keys() & {DROPOUT, NET}:
             return ()
         sets = []
         for _ in range(self.sets):
@@ -289,6 +296,8 @@ class ClientBatches:
                 kept = draws[DROPOUT].take(k, *mask.shape(n)).ge_(mask.rate)
                 # The limit avoids 0 / 0 at rate 1.
                 masks.append(kept.to(self.model.dtype).mul_(1 / max(1 - mask.rate, 1e-30)))
+            if NET in draws:
+                masks.append(draws[NET].take(k, 1).mul_(MAX_SEED).long())
             sets.append(tuple(masks))
         return tuple(sets)
 

@@ -99,7 +99,7 @@ def forward_pass(
         levels: list to which the output of every stage is appended; None stores none.
         mode: mode of the pass.
         buffers: [Q], the running BatchNorm statistics; None if the pass uses none.
-        drop: dropout masks, in the order of calls.
+        drop: dropout masks, in the order of calls, and last the seed of a net that draws.
         moved: list to which mode "train" appends the new statistics [Q].
 
     Returns:
@@ -111,7 +111,6 @@ def forward_pass(
         model.set_training(module, mode != "eval")
     frame.mode = mode
     frame.in_place = False
-    frame.drop = drop
     frame.buffers = buffers
     frame.moved = {}
     frame.calls = model.dropouts_before[first]
@@ -121,11 +120,12 @@ def forward_pass(
     if model.changes_inputs:
         x = x.clone()
     try:
-        out = model.in_precision(
-            lambda: torch.func.functional_call(module, tensors, (x, first, levels)),
-            frame,
-            levels,
-        )
+        with model.drawing(mode, drop) as frame.drop:
+            out = model.in_precision(
+                lambda: torch.func.functional_call(module, tensors, (x, first, levels)),
+                frame,
+                levels,
+            )
         if mode == "train" and buffers is not None:
             moved.append(frame.moved_buffers())
         features = frame.features
@@ -155,12 +155,12 @@ def one_by_one(
         The pass as a `Call`: it returns outputs [B, classes] and inputs of the classifier [B, F].
 
     Raises:
-        ValueError: examples share dropout masks.
+        ValueError: examples share dropout masks, or the net draws.
     """
-    if batch.drop and not model.masks_are_of_examples:
+    if (batch.drop or model.draws) and not model.masks_are_of_examples:
         raise ValueError(
-            "a dropout of the net has a mask that is not one for each example (a tensor whose "
-            "first dimension is not the batch), so single examples have no gradients"
+            "the net draws random numbers other than dropout masks with one for each example, so "
+            "single examples have no gradients"
         )
 
     def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:

@@ -56,15 +56,17 @@ class Captures:
     Args:
         graphs: streams and graphs of the device.
         enabled: whether to capture at all (`batching.capture`).
+        draws: whether the net draws from global generators, which a graph would not seed again.
 
     Attributes:
         uncaptured: number of steps that ran uncaptured although captures are enabled, except for
             the first of each kind.
     """
 
-    def __init__(self, graphs: Graphs, enabled: bool):
+    def __init__(self, graphs: Graphs, enabled: bool, draws: bool = False):
         self.graphs = graphs
         self.enabled = enabled
+        self.draws = draws
         self.refused: dict[Hashable, str] = {}
         """Why a step cannot be captured, by kind."""
         self.uncaptured = 0
@@ -315,7 +317,7 @@ class CapturedStep:
             return self.output
         if not captures.enabled:
             return steps.make_uncaptured(self.batch, self.place)
-        if self.kind in captures.refused:
+        if captures.draws or self.kind in captures.refused:
             captures.uncaptured += 1
             return steps.make_uncaptured(self.batch, self.place)
         if not self.asked:

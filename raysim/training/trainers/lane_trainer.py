@@ -53,7 +53,10 @@ class LaneTrainer(LoopTrainer):
     def __init__(self, group: ClientGroup, parts: WorkerParts):
         super().__init__(group, parts)
         graphs = graphs_of(self.model.device)
-        self.captures = None if graphs is None else Captures(graphs, self.config.batching.capture)
+        self.captures: Captures | None = None
+        if graphs is not None:
+            enabled, draws = self.config.batching.capture, bool(self.model.draws)
+            self.captures = Captures(graphs, enabled, draws)
         self.lanes: list[Lane] = []
         self.limit: int | None = self.config.batching.lanes
         """Largest number of lanes; None until the first client has shown what one needs."""
@@ -68,7 +71,11 @@ class LaneTrainer(LoopTrainer):
     @property
     def refusals(self) -> list[str]:
         """Why local steps cannot be captured, with the line of the rule; [] if they can."""
-        return [] if self.captures is None else list(self.captures.refused.values())
+        if self.captures is None:
+            return []
+        if self.captures.draws:
+            return ["the net draws random numbers, other than masks of nn.Dropout"]
+        return list(self.captures.refused.values())
 
     @property
     def has_captured(self) -> bool:

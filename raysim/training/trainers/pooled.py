@@ -159,6 +159,8 @@ def why_not_pooled(
         return "what each client does is looked at"
     if model.has_unkeyed_statistics:
         return "the net keeps statistics, which each client has to move by itself"
+    if model.draws:
+        return "the net draws random numbers in training, which clients do not share"
     if couples_examples(model):
         return "examples meet in the net (BatchNorm?), so that clients are not the same together"
     return None
