@@ -24,7 +24,7 @@ from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.methods.registry import build_part, is_shipped
 from raysim.rules.public import PublicData, PublicNeed
 from raysim.rules.tasks.learning_task import METHOD_METRICS, LearningTask, TaskData, TaskMetric
-from raysim.rules.tasks.loss_task import LossTask, make_loss_task, task_like
+from raysim.rules.tasks.loss_task import LIKE, LossTask, make_loss_task, task_like
 from raysim.rules.tasks.shipped_tasks import TASKS
 from raysim.rules.tasks.user_loss import LossFunction
 from raysim.spelling import did_you_mean
@@ -83,8 +83,8 @@ def make_learning_task(
         return build_part("task", task, parameters)
     data = _task_data(dataset)
     like = parameters.pop("like", None) or task_like(task, data)
-    if like not in TASKS:
-        raise ConfigError(f"task.like: unknown task {like!r}{did_you_mean(str(like), TASKS)}")
+    if like not in LIKE:
+        raise ConfigError(f"task.like: unknown task {like!r}{did_you_mean(str(like), LIKE)}")
     name = config.task.name.rpartition(":")[2].rpartition(".")[2]
     build = functools.partial(build_part, "task", parameters=parameters)
     try:

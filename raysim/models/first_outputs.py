@@ -11,58 +11,56 @@ from raysim.errors import ConfigError, in_a_line
 from raysim.rules.batch import Batch
 from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.loss_task import LossTask
-from raysim.rules.tasks.shipped_tasks import TASKS, Classification
+from raysim.rules.tasks.shipped_tasks import TASKS, Classification, Regression
 from raysim.system.signals import reraise_stop
 
 
-def check_outputs(outputs: Any, shape: list[int], task: LearningTask, label: str) -> None:
+def check_outputs(
+    outputs: Any, shape: tuple[int, ...] | None, task: LearningTask, label: str
+) -> None:
     """Check that a net returns outputs as its learning task expects them.
 
     Args:
         outputs: what the net returned for two examples.
-        shape: the expected shape of the outputs.
+        shape: the expected shape of the output for one example; None: any.
         task: the learning task.
         label: beginning of a message about the net.
 
     Raises:
         ConfigError: they are no tensor, or have another shape; the message names the fix.
     """
-    if isinstance(outputs, Tensor) and list(outputs.shape) == shape:
-        return
     if isinstance(getattr(outputs, "logits", None), Tensor):
         raise ConfigError(
             f"{label} returns a {type(outputs).__name__}; let forward return its logits: return "
             "out.logits"
         )
     if not isinstance(outputs, Tensor):
-        kind, fix = type(outputs).__name__, "; return a tensor, such as out.logits"
-    elif isinstance(task, LossTask):
-        kind = list(outputs.shape)
-        fix = (
-            f" like task '{task.like}'; set task.like to the task of these outputs "
-            f"({', '.join(TASKS)}), or give a class, a LearningTask with this loss and its own "
-            "output_shape"
+        raise ConfigError(
+            f"{label} turns two examples into {type(outputs).__name__}, and forward has to return "
+            "one tensor: that of the outputs, or several ones joined (torch.cat, torch.stack), "
+            "which a loss function takes apart"
         )
-    else:
-        kind, fix = list(outputs.shape), ""
-    if isinstance(outputs, Tensor) and [*outputs.shape, 1] == shape:
-        fix = "; let forward return one column, without squeeze"
-    elif isinstance(task, Classification) and _has_more_classes(outputs, shape):
+    got = list(outputs.shape)
+    # A net for one number may leave out the dimension of its only column.
+    is_squeezed = isinstance(task, Regression) and got == [2] and shape == (1,)
+    if is_squeezed or (got[:1] == [2] and shape in (None, tuple(got[1:]))):
+        return
+    fix = ""
+    if isinstance(task, LossTask) and shape is not None:
         fix = (
-            "; if some classes have no example, give their number with the data, "
-            f"classes={outputs.shape[1]}"
+            f" like task '{task.like}'; set task.like to any if the loss takes these outputs as "
+            f"they are, or to the task of these outputs ({', '.join(TASKS)}; labels of classes "
+            "are whole numbers y, [n])"
         )
+    if isinstance(task, Classification) and len(got) == 2 and got > [2, *(shape or ())]:
+        fix += (
+            f"; if some classes have no example, give their number with the data, classes={got[1]}"
+        )
+    expected = "[2, ...]" if shape is None else [2, *shape]
     raise ConfigError(
-        f"{label} turns two examples into {kind}, but task '{task.name}' expects outputs of shape "
-        f"{shape}{fix}"
+        f"{label} turns two examples into {got}, but task '{task.name}' expects outputs of shape "
+        f"{expected}{fix}"
     )
-
-
-def _has_more_classes(outputs: Any, shape: list[int]) -> bool:
-    """Return whether outputs are those of more classes than the data set has."""
-    if not isinstance(outputs, Tensor) or outputs.ndim != 2:
-        return False
-    return outputs.shape[0] == shape[0] and outputs.shape[1] > shape[1]
 
 
 def check_first_loss(task: LearningTask, outputs: Tensor, batch: Batch) -> None:

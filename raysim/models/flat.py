@@ -141,8 +141,9 @@ class Model:
             )
             size_below_classifier = self.size - classifier_size
         self.output_shape = self.learning_task.output_shape(shape, classes)
-        """Shape of the output for one example."""
-        self.has_features = size_below_classifier > 0 and len(self.output_shape) == 1
+        """Shape of the output for one example; None if any will do."""
+        is_vector = self.output_shape is not None and len(self.output_shape) == 1
+        self.has_features = size_below_classifier > 0 and is_vector
         """Whether the net ends in a linear classifier on a learnt representation of an example."""
         self.features = self.classifier.in_features if self.has_features and self.classifier else 0
         """F, the size of that representation; 0 if there is none."""
@@ -168,7 +169,7 @@ class Model:
             ) from None
         finally:
             generators.restore()
-        check_outputs(outputs, [2, *self.output_shape], self.learning_task, self.label)
+        check_outputs(outputs, self.output_shape, self.learning_task, self.label)
         if self.sample is not None:
             check_first_loss(self.learning_task, outputs, Batch(*self._real(2)))
         return self._dropouts(of_two, of_three)

@@ -48,7 +48,10 @@ class StagedModel(nn.Sequential):
             `levels` the net runs stage by stage.
         """
         if levels is None and first == 0:
-            return self[0](x)
+            outputs = self[0](x)
+            # squeeze() in the user's forward takes the dimension of a batch of one away too.
+            is_number = isinstance(outputs, Tensor) and outputs.ndim == 0
+            return outputs.reshape(1) if is_number else outputs
         if first == CLASSIFIER:
             return self.get_submodule(self.classifier)(x)
         for stage in self.stages[first:]:

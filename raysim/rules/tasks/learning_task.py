@@ -101,8 +101,8 @@ class LearningTask:
         """
         return data.n_classes
 
-    def output_shape(self, x_shape: tuple[int, ...], outputs: int) -> tuple[int, ...]:
-        """Return the shape of the net's output for one example.
+    def output_shape(self, x_shape: tuple[int, ...], outputs: int) -> tuple[int, ...] | None:
+        """Return the shape of the net's output for one example; None if any will do.
 
         Args:
             x_shape: shape of one example's input.

@@ -85,7 +85,7 @@ def _is_cross_entropy(loss: UserLoss, reading: LossReading, classes: int) -> boo
         if values.requires_grad:
             gradients = [torch.autograd.grad(v.sum(), outputs)[0] for v in (values, expected)]
             pairs.append((gradients[0], gradients[1]))
-        if not all(torch.allclose(a, b, 1e-4, 1e-6) for a, b in pairs):
+        if not all(torch.allclose(a.float(), b, 1e-4, 1e-6) for a, b in pairs):
             return False
     return True
 
@@ -93,12 +93,26 @@ def _is_cross_entropy(loss: UserLoss, reading: LossReading, classes: int) -> boo
 def read_numbers(loss: UserLoss, y: np.ndarray) -> LossReading:
     """Return how a loss function of numbers makes one number of a batch.
 
+    Targets [n] get the shape of outputs [n, 1] if the loss is then one of single examples, as that
+    of `torch.nn.MSELoss`. Else they stay as they are, for a function that reshapes one of the two.
+
     Args:
         loss: the loss function.
-        y: targets of the data, [n, columns] in the shape of the outputs.
+        y: targets of the data, [n] or [n, columns].
     """
-    chosen = np.linspace(0, len(y) - 1, min(len(y), MAX_TARGETS)).astype(int)
-    return _read(loss, y.shape[1:], torch.from_numpy(y[chosen].astype(np.float64)), 0)
+    # Sorted, so that different targets are among the chosen ones: equal ones broadcast unseen.
+    order = np.argsort(y.reshape(len(y), -1)[:, 0], kind="stable")
+    chosen = order[np.linspace(0, len(y) - 1, min(len(y), MAX_TARGETS)).astype(int)]
+    targets = torch.from_numpy(y[chosen].astype(np.float64))
+    columns = targets.reshape(len(chosen), -1)
+    reading = _read(loss, tuple(columns.shape[1:]), columns, 0)
+    if y.ndim == 2 or reading.reduction != "batch":
+        return reading
+    as_given = _read(loss, (1,), targets, 0)
+    taken = [value_or_none(loss, made_up((len(chosen), 1), t), targets.to(t)) for t in TYPES]
+    if all(value is None for value in taken):
+        return reading
+    return replace(as_given, keeps_shape=True)
 
 
 def _read(loss: UserLoss, shape: tuple[int, ...], y: Tensor, classes: int) -> LossReading:

@@ -114,13 +114,18 @@ def _ignores(loss: UserLoss, label: int, others: np.ndarray, classes: int) -> bo
     return False
 
 
-def takes_numbers(loss: UserLoss) -> bool:
-    """Return whether a function takes numbers [B, 1] beside outputs [B, 1].
+def takes_numbers(loss: UserLoss, y: np.ndarray) -> bool:
+    """Return whether a function takes numbers beside outputs [B, columns].
 
     Args:
         loss: the loss function.
+        y: targets of the data, [n] or [n, columns].
     """
+    columns = y.shape[1] if y.ndim == 2 else 1
+    shapes = [(3, columns), (3, *y.shape[1:])]
     return any(
-        value_or_none(loss, made_up((3, 1), dtype), torch.ones(3, 1, dtype=dtype)) is not None
+        value_or_none(loss, made_up((3, columns), dtype), torch.ones(shape, dtype=dtype))
+        is not None
         for dtype in TYPES
+        for shape in shapes
     )

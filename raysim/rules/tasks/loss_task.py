@@ -27,6 +27,25 @@ from raysim.rules.tasks.user_loss import (
     refuse_trainable,
 )
 
+ANY = "any"
+"""The `task.like` of a loss function whose outputs and targets no shipped task has."""
+
+
+@dataclass(frozen=True)
+class AnyShapes(LearningTask):
+    """Outputs and targets of any shape, which the loss function gets as they are."""
+
+    def outputs(self, data: TaskData) -> int:
+        """Return the number of classes of the data, at least 1. See `LearningTask.outputs`."""
+        return max(data.n_classes, 1)
+
+    def output_shape(self, x_shape: tuple[int, ...], outputs: int) -> None:
+        """Return None, since any shape will do. See `LearningTask.output_shape`."""
+
+
+LIKE: dict[str, type[LearningTask]] = {**TASKS, ANY: AnyShapes}
+"""The values of `task.like`, with the tasks that they stand for."""
+
 
 class LossTask(LearningTask):
     """Base of the tasks that `with_loss` makes."""
@@ -36,7 +55,7 @@ class LossTask(LearningTask):
     user_loss: ClassVar[UserLoss]
     """The same, on the device and in the type of the outputs."""
     like: ClassVar[str]
-    """Name of the shipped task whose data, outputs and metrics it has."""
+    """Name of the task whose data, outputs and metrics it has, see `LIKE`."""
     reading: ClassVar[LossReading]
     """How the function makes one number of a batch."""
 
@@ -120,7 +139,10 @@ class LossTask(LearningTask):
 
     def _targets(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the targets as the function gets them."""
-        return y if self.class_labels else y.to(outputs.dtype).reshape(outputs.shape)
+        if self.class_labels or self.like == ANY:
+            return y
+        y = y.to(outputs.dtype)
+        return y if self.reading.keeps_shape else y.reshape(outputs.shape)
 
 
 class _TokenLoss(LossTask):
@@ -177,7 +199,7 @@ def task_like(function: LossFunction, data: TaskData) -> str:
     """Return the name of the shipped task whose data these are, for a loss function.
 
     Integer labels are those of `classification` if the function takes them beside one output for
-    each class, else numbers for `regression`.
+    each class, else numbers for `regression`. What fits no shipped task is `ANY`.
 
     Args:
         function: the loss function, of outputs and targets.
@@ -189,8 +211,12 @@ def task_like(function: LossFunction, data: TaskData) -> str:
     loss = UserLoss(function)
     if class_labels(loss, data) is not None:
         return "classification"
-    if y.ndim == 1 and y.dtype.kind in "iu" and data.n_classes and not takes_numbers(loss):
-        return "classification"  # the check of the loss names the error
+    if y.ndim > 2:
+        return ANY
+    if not takes_numbers(loss, y):
+        # The check of the loss names an error in a function of labels.
+        is_labels = y.ndim == 1 and y.dtype.kind in "iu" and data.n_classes
+        return "classification" if is_labels else ANY
     return "multilabel" if y.ndim == 2 and np.isin(y, (0, 1)).all() else "regression"
 
 
@@ -225,8 +251,10 @@ def make_loss_task(
         ignored = ignored_token(UserLoss(function, reading.of_sequences), data)
         if ignored is not None and task.ignore_index not in data.y:
             task = dataclasses.replace(task, ignore_index=ignored)
+    elif like == ANY:
+        reading = LossReading("alone", "batch")
     elif data.y.dtype.kind in "biuf" and data.y.ndim in (1, 2) and len(data.y):
-        reading = read_numbers(loss, data.y.reshape(len(data.y), -1))
+        reading = read_numbers(loss, data.y)
     else:
         reading = task.reading
     return with_loss(function, like, name, reading)(**vars(task))
@@ -267,7 +295,7 @@ def with_loss(
         "reading": reading,
         "__module__": __name__,
     }
-    task_class: Any = type(name, (base, TASKS[like]), attributes)
+    task_class: Any = type(name, (base, LIKE[like]), attributes)
     return dataclass(frozen=True)(task_class)
 
 

@@ -44,7 +44,7 @@ class Classification(LearningTask):
                 raise ValueError(
                     f"the {half} examples have y of type {y.dtype} and shape {list(y.shape)}, "
                     f"expected one integer label for each example, [n]; {_as_labels(y)}see "
-                    "task=multilabel, regression, next_token"
+                    "task=multilabel, regression, next_token, or a loss function as task"
                 )
         if not data.n_classes:
             _refuse_unnumbered(data)
@@ -125,7 +125,8 @@ class Regression(LearningTask):
             if y.ndim not in (1, 2) or y.shape[1:] != data.y.shape[1:] or y.dtype.kind not in "iuf":
                 raise ValueError(
                     f"the {half} examples have y of type {y.dtype} and shape {list(y.shape)}, "
-                    "expected numbers of shape [n] or [n, columns]"
+                    "expected numbers of shape [n] or [n, columns]; for others give a loss "
+                    "function as task, such as torch.nn.functional.mse_loss"
                 )
             wrong = np.argwhere(~np.isfinite(y))
             if len(wrong):
@@ -144,7 +145,7 @@ class Regression(LearningTask):
         See `LearningTask.loss`.
         """
         y = batch.y.to(outputs.dtype).reshape(outputs.shape)
-        return (outputs - y).square().mean(1)
+        return (outputs - y).square().reshape(len(y), -1).mean(1)
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,8 @@ class _Errors(TaskMetric):
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return predictions and targets, float64 [B, 2, columns]."""
-        return torch.stack([outputs.double(), y.double().reshape(outputs.shape)], 1)
+        rows = [values.double().reshape(len(y), -1) for values in (outputs, y)]
+        return torch.stack(rows, 1)
 
 
 class MeanSquaredError(_Errors):

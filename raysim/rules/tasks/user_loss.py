@@ -41,6 +41,9 @@ class LossReading:
     """True if the losses are the plain cross-entropies of the labels."""
     of_sequences: bool = False
     """True if the function of tokens gets a batch of one sequence, [1, n, vocabulary]."""
+    keeps_shape: bool = False
+    """True if the function gets targets [n] beside outputs [n, 1], as a plain loop gives them;
+    else numbers have the shape of the outputs."""
 
     @classmethod
     def plain(cls, function: LossFunction) -> LossReading:
