@@ -172,6 +172,9 @@ def _data(key: str, value: Any) -> Section:
 def _partition(key: str, value: Any) -> Section:
     if callable(value):
         return {"name": python_objects.reference(value)}
+    # An array of the positions of each client, such as [clients, examples].
+    if isinstance(value, np.ndarray) and (value.ndim == 2 or value.dtype == object):
+        value = list(value)
     if isinstance(value, list | tuple | Mapping):
         return given_partitions.store_partition(value)
     raise ConfigError(

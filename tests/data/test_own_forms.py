@@ -223,6 +223,7 @@ def test_targets_where_there_is_no_token_are_refused():
         ([TENSORS, TENSORS, TENSORS], "these are 3 sets of examples, as if each client .* users"),
         (DataLoader(TENSORS), r"the training examples are a DataLoader.*\(its attribute dataset\)"),
         (Listed(((X[0], X[1]), 0), ((X[2], X[3]), 1)), "x of training example 0 is a tuple of 2 arr"),
+        (Listed(({"a": X[0], "b": X[1]}, 0)), "x of training example 0 is a dict of 2 arrays, .* joi"),
         ((X, np.array(list("abcabc"), dtype=object)), r".*is a str\); give numbers, the same in both"),
         ({"x": X, "Y": Y}, "the training half has the unknown key 'Y'"),
         ((X, np.array(["a", 1, None, 2, 3, 4], dtype=object)), "y is an array of Python objects"),

@@ -439,6 +439,16 @@ OPTIMIZERS = {
     ),
     "adam": ({"name": "adam", "weight_decay": 0.1}, torch.optim.Adam, {"weight_decay": 0.1}),
     "adamw": ({"name": "adamw", "weight_decay": 0.5}, torch.optim.AdamW, {"weight_decay": 0.5}),
+    "rmsprop": (
+        {"name": "rmsprop", "momentum": 0.5},
+        torch.optim.RMSprop,
+        {"momentum": 0.5},
+    ),
+    "adagrad": (
+        {"name": "adagrad", "weight_decay": 0.1},
+        torch.optim.Adagrad,
+        {"weight_decay": 0.1},
+    ),
 }
 
 
@@ -578,6 +588,31 @@ def renormalised() -> nn.Module:
     return net
 
 
+class HooksInForward(Head):
+    """Its weight is a leaf, so that the hooks of all passes stay."""
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            self.head.weight.register_hook(lambda g: g / 2)
+        return self.head(x)
+
+
+class Unfreezes(WithNorm):
+    """Its body is trained after a number of passes."""
+
+    passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        self.body.requires_grad_(self.passes > 100)
+        return super().forward(x)
+
+
+class SparseRows(Head):
+    def forward(self, x):
+        return F.embedding((x[:, 0] > 0).long(), self.head.weight, sparse=True)[:, :3]
+
+
 class Observes(nn.Module):
     """Its range comes to rest on the same inputs, as that of torch.ao.quantization.FakeQuantize."""
 
@@ -631,6 +666,9 @@ REFUSED = {
     "list of parameters": (ListOfParameters, "not registered in it"),
     "no gradient": (lambda: Detached(None), "depends on none of its trained parameters"),
     "hook of a tensor": (hooked_tensor, "'0.weight' has a hook"),
+    "hook in forward": (lambda: HooksInForward(None), "a hook of 'head.weight' in a forward pass"),
+    "unfreezes": (Unfreezes, "sets requires_grad of 'body.weight' in a forward pass"),
+    "sparse gradient": (lambda: SparseRows(None), "sparse gradient of 'head.weight'"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), r"0 \(LazyLinear\) has no shape"),
     "lazy norm": (lambda: sequence(nn.LazyBatchNorm1d()), r"1 \(LazyBatchNorm1d\) has no shape"),
     "counter in a buffer": (CountsInABuffer, "buffer 'seen' of type torch.int64"),

@@ -196,6 +196,14 @@ def test_positions_of_each_clients_examples_are_a_partition(config):
     assert [plan.clients.client(i).tolist() for i in range(3)] == [[0, 5], [1, 2, 3], [7, 8]]
 
 
+@pytest.mark.parametrize(
+    "lists", [np.arange(6).reshape(3, 2), np.array([[0, 1], [2], [4, 5]], object)]
+)
+def test_an_array_of_positions_has_a_row_for_each_client(config, lists):
+    plan = prepare(named_inputs({**config, "partition": lists}))
+    assert [plan.clients.client(i).tolist() for i in range(3)] == [list(row) for row in lists]
+
+
 @pytest.mark.parametrize("number", [int, np.int64])
 def test_a_mapping_of_positions_is_a_partition_in_the_order_of_the_clients(config, number):
     lists = {number(2): [7, 8], number(0): np.array([0, 5]), number(1): torch.tensor([1, 2, 3])}

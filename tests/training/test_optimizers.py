@@ -52,6 +52,27 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[Any], optim.Optimizer]]] =
         {"name": "adamw", "betas": [0.5, 0.9], "weight_decay": 0.5},
         lambda p: optim.AdamW(p, LR, (0.5, 0.9), weight_decay=0.5),
     ),
+    "amsgrad": (
+        {"name": "adam", "betas": [0.9, 0.3], "amsgrad": True},
+        lambda p: optim.Adam(p, LR, (0.9, 0.3), amsgrad=True),
+    ),
+    "rmsprop": ({"name": "rmsprop"}, lambda p: optim.RMSprop(p, LR)),
+    "all of rmsprop": (
+        {
+            "name": "rmsprop",
+            "alpha": 0.8,
+            "eps": 1e-3,
+            "weight_decay": 0.1,
+            "momentum": 0.9,
+            "centered": True,
+        },
+        lambda p: optim.RMSprop(p, LR, 0.8, 1e-3, 0.1, 0.9, True),
+    ),
+    "adagrad": ({"name": "adagrad"}, lambda p: optim.Adagrad(p, LR)),
+    "all of adagrad": (
+        {"name": "adagrad", "initial_accumulator_value": 0.1, "eps": 1e-3, "weight_decay": 0.1},
+        lambda p: optim.Adagrad(p, LR, 0, 0.1, 0.1, 1e-3),
+    ),
 }
 SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
     "cosine": (
@@ -275,7 +296,9 @@ def test_groups_have_optimizers_of_their_own(mode, planned):
 
 
 @both_modes
-@pytest.mark.parametrize("name", ["momentum", "dampening", "adamw"])
+@pytest.mark.parametrize(
+    "name", ["momentum", "dampening", "adamw", "amsgrad", "all of rmsprop", "all of adagrad"]
+)
 def test_moments_are_kept_or_begin_anew(name, mode, planned):
     """Kept: one optimizer of torch for all rounds of a client. Anew: one for each round."""
     section, make = OPTIMIZERS[name]
@@ -421,7 +444,7 @@ STEPS = {**COSINE, "over": "steps"}
         ("fedavg", {"optimizer": "adamw", "weight_decay": 0.1}, r"^local: both 'weight_decay'"),
         ("fedavg", {"optimizer": {"weight_decay": 0.1}, "weight_decay": 0.1}, r"^local: both 'weight_decay'.*'sgd'"),
         ("scaffold", {"optimizer": {"weight_decay": 0.1}}, r"^local\.optimizer: .*local\.weight_decay fits"),
-        ("fedavg", {"optimizer": "adagrad"}, r"^local\.optimizer\.name: unknown name 'adagrad'"),
+        ("fedavg", {"optimizer": "lion"}, r"^local\.optimizer\.name: unknown name 'lion'"),
         ("fedavg", {"optimizer": {"name": "sgd", "nesterov": True}}, r"^local\.optimizer: 'nesterov' has no effect"),
         ("fedavg", {"optimizer": {"name": "sgd", "state": "keep"}}, r"^local\.optimizer: 'state' has no effect"),
         ("fedavg", {"optimizer": {**SGD, "dampening": 0.1, "nesterov": True}}, r"'dampening' of 0"),

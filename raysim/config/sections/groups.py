@@ -30,7 +30,7 @@ class GroupLocal(Section):
     optimizer: Annotated[
         Annotated[AnyOptimizer, default_name("sgd")] | None, Identity.UNLESS_DEFAULT
     ] = None
-    """Optimizer of the local steps: `sgd`, `adam` or `adamw`."""
+    """Optimizer of the local steps: `sgd`, `adam`, `adamw`, `rmsprop` or `adagrad`."""
     accumulate: Annotated[int | None, Identity.UNLESS_DEFAULT] = Field(default=None, ge=1)
     """Mini-batches for one step."""
     precision: Annotated[Precision | None, Identity.UNLESS_DEFAULT] = None

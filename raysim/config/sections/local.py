@@ -55,8 +55,8 @@ class Local(Section):
     """Step size: a number > 0, a list [[first round, value], ...], a schedule (`cosine`, `step`,
     `warmup`), or path.py:function of the round."""
     optimizer: Annotated[AnyOptimizer, default_name("sgd"), Identity.UNLESS_DEFAULT] = PLAIN_SGD
-    """Optimizer of the local steps: `sgd`, `adam` or `adamw`. Clipping and `weight_decay` come
-    before it."""
+    """Optimizer of the local steps: `sgd`, `adam`, `adamw`, `rmsprop` or `adagrad`. Clipping and
+    `weight_decay` come before it."""
     accumulate: Annotated[int, Identity.UNLESS_DEFAULT] = Field(default=1, ge=1)
     """Mini-batches for one step, which follows the mean of their directions. The last step of a
     round takes those that are left."""

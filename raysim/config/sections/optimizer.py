@@ -59,6 +59,8 @@ class AdamSection(OptimizerSection):
     """Number that is added to the root of the mean of squares."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Factor of each parameter, with biases, in the direction."""
+    amsgrad: Annotated[bool, Identity.UNLESS_DEFAULT] = False
+    """Use the largest mean of squares so far (Reddi 2018)."""
 
 
 class AdamWSection(AdamSection):
@@ -69,7 +71,37 @@ class AdamWSection(AdamSection):
     """Each step multiplies the parameters, with biases, by 1 - lr weight_decay."""
 
 
-AnyOptimizer = Annotated[SGDSection | AdamSection | AdamWSection, Discriminator("name")]
+class RMSpropSection(OptimizerSection):
+    """RMSprop (Hinton 2012): the direction over the root of the mean of its squares."""
+
+    name: Literal["rmsprop"]
+    alpha: UnitFactor = 0.99
+    """Decay of the mean of squares."""
+    eps: Positive = 1e-8
+    """Number that is added to the root."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Factor of each parameter, with biases, in the direction."""
+    momentum: UnitFactor = 0.0
+    """Factor of the buffer that sums the quotients; 0: none."""
+    centered: bool = False
+    """Subtract the square of the mean of directions from the mean of squares."""
+
+
+class AdagradSection(OptimizerSection):
+    """Adagrad (Duchi 2011): the direction over the root of the sum of its squares."""
+
+    name: Literal["adagrad"]
+    initial_accumulator_value: float = Field(default=0.0, ge=0)
+    """Value at which the sum begins."""
+    eps: Positive = 1e-10
+    """Number that is added to the root."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Factor of each parameter, with biases, in the direction."""
+
+
+AnyOptimizer = Annotated[
+    SGDSection | AdamSection | AdamWSection | RMSpropSection | AdagradSection, Discriminator("name")
+]
 
 PLAIN_SGD = SGDSection()
 """w <- w - lr direction, without any state."""

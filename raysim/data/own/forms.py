@@ -231,9 +231,10 @@ class FormReader(ArrayReader):
 
     def _refuse_several_inputs(self, x: Any, place: str) -> None:
         """Refuse several arrays as the input of one example, as nets with two inputs have them."""
-        if not isinstance(x, tuple | list) or not x:
+        if not isinstance(x, tuple | list | Mapping) or not x:
             return
-        if all(isinstance(part, torch.Tensor | np.ndarray) and part.ndim for part in x):
+        parts = x.values() if isinstance(x, Mapping) else x
+        if all(isinstance(part, torch.Tensor | np.ndarray) and part.ndim for part in parts):
             raise self.error(
                 f"x of {place} is a {_kind(x)} arrays, and a net gets one tensor; join them "
                 "(np.concatenate, np.stack), and let forward take them apart"
@@ -299,9 +300,9 @@ def read_column(half: Any, name: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """Return the type of a value, of a tuple or a list with its length."""
+    """Return the type of a value, of a tuple, a list or a mapping with its length."""
     name = type(value).__name__
-    return f"{name} of {len(value)}" if isinstance(value, tuple | list) else name
+    return f"{name} of {len(value)}" if isinstance(value, tuple | list | Mapping) else name
 
 
 def _is_data_set(value: Any) -> bool:

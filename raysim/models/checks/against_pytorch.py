@@ -222,6 +222,12 @@ def _pass(
             "no_grad() or detach() in forward"
         )
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    for name, gradient in zip(model.names, gradients, strict=True):
+        if gradient is not None and gradient.is_sparse:
+            raise ConfigError(
+                f"{model.label} has a sparse gradient of '{name.removeprefix('0.')}', and a step "
+                "needs dense ones; set sparse=False"
+            )
     return Pass(outputs.detach(), list(gradients), of_layers)
 
 
@@ -254,9 +260,11 @@ def _layers(net: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, dict[str
 def _refuse_foreign_parameters(net: nn.Module, model: Model, x: Tensor, y: Tensor) -> None:
     """Refuse a net, or a loss, that depends on a parameter that is not one of the net's own."""
     original = original_copy(net, model.dtype, model.device, model.draws)
+    trained = {name for name, p in original.named_parameters() if p.requires_grad}
     # Tensors of one pass only, such as inputs whose gradient forward uses, are no parameters.
     outputs, again = original(x), original(x)
     losses = [_mean_loss(model, of_pass, x, y) for of_pass in (outputs, again)]
+    _refuse_changed_gradients(original, trained, model)
     own = set(original.parameters())
     of_net = (set(_leaves(outputs)) & set(_leaves(again))) - own
     of_loss = (set(_leaves(losses[0])) & set(_leaves(losses[1]))) - own
@@ -273,6 +281,22 @@ def _refuse_foreign_parameters(net: nn.Module, model: Model, x: Tensor, y: Tenso
             "object; let forward return what the loss needs. For a penalty of the net's own "
             "parameters there are local.weight_decay and client rules"
         )
+
+
+def _refuse_changed_gradients(original: nn.Module, trained: set[str], model: Model) -> None:
+    """Refuse a net whose passes have changed which gradients its parameters have."""
+    for name, parameter in original.named_parameters():
+        if parameter._backward_hooks:
+            raise ConfigError(
+                f"{model.label} registers a hook of '{name}' in a forward pass, and those of all "
+                "passes of a worker would add up; change the gradient in forward, or by a full "
+                "backward hook of the layer"
+            )
+        if parameter.requires_grad != (name in trained):
+            raise ConfigError(
+                f"{model.label} sets requires_grad of '{name}' in a forward pass, so that it would "
+                "depend on the pass which parameters are trained; set it before the run"
+            )
 
 
 def _leaves(values: Tensor) -> Iterator[Tensor]:

@@ -98,10 +98,13 @@ class Adam(Optimizer):
     """Factor of the parameters."""
     decoupled: bool
     """Whether weight decay enters u itself (AdamW) instead of the direction (Adam)."""
+    amsgrad: bool
+    """Whether u has the largest mean of squares so far instead of the last one."""
 
     def start(self, w: Tensor) -> State:
         """Return means of zero, and the number of steps. See `Optimizer.start`."""
         return {
+            **({"max_exp_avg_sq": torch.zeros_like(w)} if self.amsgrad else {}),
             "exp_avg": torch.zeros_like(w),
             "exp_avg_sq": torch.zeros_like(w),
             # torch.optim computes the corrections from Python's floats, which are float64.
@@ -116,15 +119,69 @@ class Adam(Optimizer):
         step = state["step"] + 1
         mean = beta1 * state["exp_avg"] + (1 - beta1) * direction
         squares = beta2 * state["exp_avg_sq"] + (1 - beta2) * direction * direction
+        moved = {"exp_avg": mean, "exp_avg_sq": squares, "step": step}
+        if self.amsgrad:
+            squares = torch.maximum(state["max_exp_avg_sq"], squares)
+            moved["max_exp_avg_sq"] = squares
         correction1 = (1 - beta1**step).to(w.dtype)
         correction2 = (1 - beta2**step).sqrt().to(w.dtype)
         u = mean / correction1 / (squares.sqrt() / correction2 + self.eps)
         if self.weight_decay and self.decoupled:
             u = u + self.weight_decay * w
-        return u, {"exp_avg": mean, "exp_avg_sq": squares, "step": step}
+        return u, moved
 
 
-def make_optimizer(section: sections.SGDSection | sections.AdamSection) -> Optimizer | None:
+@dataclass(frozen=True)
+class RMSprop(Optimizer):
+    """RMSprop: the direction over the root of the mean of its squares."""
+
+    section: sections.RMSpropSection
+    """The configuration's keys."""
+
+    def start(self, w: Tensor) -> State:
+        """Return means and a buffer of zero. See `Optimizer.start`."""
+        keys = ["square_avg"]
+        keys += ["grad_avg"] if self.section.centered else []
+        keys += ["momentum_buffer"] if self.section.momentum else []
+        return {key: torch.zeros_like(w) for key in keys}
+
+    def direction(self, direction: Tensor, w: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return the direction of the step, and the next state. See `Optimizer.direction`."""
+        keys = self.section
+        if keys.weight_decay:
+            direction = direction + keys.weight_decay * w
+        square = keys.alpha * state["square_avg"] + (1 - keys.alpha) * direction * direction
+        moved = {"square_avg": square}
+        if keys.centered:
+            mean = keys.alpha * state["grad_avg"] + (1 - keys.alpha) * direction
+            moved["grad_avg"] = mean
+            square = square - mean * mean
+        u = direction / (square.sqrt() + keys.eps)
+        if keys.momentum:
+            u = moved["momentum_buffer"] = keys.momentum * state["momentum_buffer"] + u
+        return u, moved
+
+
+@dataclass(frozen=True)
+class Adagrad(Optimizer):
+    """Adagrad: the direction over the root of the sum of its squares."""
+
+    section: sections.AdagradSection
+    """The configuration's keys."""
+
+    def start(self, w: Tensor) -> State:
+        """Return the first sum. See `Optimizer.start`."""
+        return {"sum": torch.full_like(w, self.section.initial_accumulator_value)}
+
+    def direction(self, direction: Tensor, w: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return the direction of the step, and the next state. See `Optimizer.direction`."""
+        if self.section.weight_decay:
+            direction = direction + self.section.weight_decay * w
+        total = state["sum"] + direction * direction
+        return direction / (total.sqrt() + self.section.eps), {"sum": total}
+
+
+def make_optimizer(section: sections.AnyOptimizer) -> Optimizer | None:
     """Return the optimizer of a configuration; None for plain SGD.
 
     Args:
@@ -134,8 +191,12 @@ def make_optimizer(section: sections.SGDSection | sections.AdamSection) -> Optim
         if not section.momentum and not section.weight_decay:
             return None
         return SGD(section.momentum, section.dampening, section.nesterov, section.weight_decay)
+    if isinstance(section, sections.RMSpropSection):
+        return RMSprop(section)
+    if isinstance(section, sections.AdagradSection):
+        return Adagrad(section)
     decoupled = isinstance(section, sections.AdamWSection)
-    return Adam(section.betas, section.eps, section.weight_decay, decoupled)
+    return Adam(section.betas, section.eps, section.weight_decay, decoupled, section.amsgrad)
 
 
 KEPT = "optimizer "
