@@ -162,10 +162,14 @@ class Model:
             raise
         except BaseException as error:
             reraise_stop(error)
-            hint = "" if x.is_floating_point() else "; x is int64: give floats, or use nn.Embedding"
+            text, hint = in_a_line(error), ""
+            if not x.is_floating_point():
+                hint = "; x is int64: give floats, or use nn.Embedding"
+            elif "same dtype" in text:
+                kind = str(self.dtype).removeprefix("torch.")
+                hint = f"; x is {kind}: make other tensors of forward like it (x.new_zeros)"
             raise ConfigError(
-                f"{self.label} fails on two examples of shape {list(self.shape)}: "
-                f"{in_a_line(error)}{hint}"
+                f"{self.label} fails on two examples of shape {list(self.shape)}: {text}{hint}"
             ) from None
         finally:
             generators.restore()

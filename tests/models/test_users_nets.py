@@ -157,6 +157,15 @@ class StoresActivations(Cooler):
         return self.last
 
 
+class KeepsConstants(Cooler):
+    """What it keeps follows from the shape of the inputs."""
+
+    def forward(self, x):
+        if not hasattr(self, "positions") or len(self.positions) != len(x):
+            self.positions = torch.linspace(0, 1, len(x), dtype=x.dtype)[:, None]
+        return self.head(x) + self.positions
+
+
 class OnlyCounts(Cooler):
     """Outputs do not depend on the counter, so it is no harm."""
 
@@ -288,6 +297,7 @@ NETS = {
     "train() of its own": KeepsNormInEvaluation,
     "handed over in evaluation mode": lambda: sequence(nn.BatchNorm1d(8)).eval(),
     "activations": StoresActivations,
+    "constants": KeepsConstants,
     "counter for a log": OnlyCounts,
     "frozen layer": lambda: changed(lambda m: m.requires_grad_(False), 0, nn.BatchNorm1d(8)),
 }
@@ -588,6 +598,15 @@ def renormalised() -> nn.Module:
     return net
 
 
+class KeepsFirstMean(Head):
+    """Centres all inputs by its first batch."""
+
+    def forward(self, x):
+        if not hasattr(self, "mean"):
+            self.mean = x.mean(0).detach()
+        return self.head(x - self.mean)
+
+
 class HooksInForward(Head):
     """Its weight is a leaf, so that the hooks of all passes stay."""
 
@@ -667,6 +686,7 @@ REFUSED = {
     "no gradient": (lambda: Detached(None), "depends on none of its trained parameters"),
     "hook of a tensor": (hooked_tensor, "'0.weight' has a hook"),
     "hook in forward": (lambda: HooksInForward(None), "a hook of 'head.weight' in a forward pass"),
+    "keeps a mean": (lambda: KeepsFirstMean(None), "training mode after a pass on other examples"),
     "unfreezes": (Unfreezes, "sets requires_grad of 'body.weight' in a forward pass"),
     "sparse gradient": (lambda: SparseRows(None), "sparse gradient of 'head.weight'"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), r"0 \(LazyLinear\) has no shape"),

@@ -66,6 +66,25 @@ def frames() -> nn.Module:
     return nn.Linear(3, 4)
 
 
+class TwoHeads(nn.Module):
+    """Has a second head in training only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head, self.extra = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x):
+        head = self.head(x)
+        return torch.stack([head, self.extra(x)], 1) if self.training else head
+
+
+def of_heads(outputs, y):
+    if outputs.ndim == 2:
+        return F.cross_entropy(outputs, y)
+    return F.cross_entropy(outputs[:, 0], y) + 0.3 * F.cross_entropy(outputs[:, 1], y)
+
+
 def correlation(outputs, y):
     a, b = outputs.squeeze(1) - outputs.mean(), y - y.mean()
     return 1 - (a * b).sum() / (a.norm() * b.norm() + 1e-8)
@@ -119,6 +138,7 @@ CASES = {
     ),
     "quantiles": Case(dense(3), quantiles, NUMBERS, like="any"),
     "embeddings": Case(dense(4), triplets, LABELS, like="any"),
+    "a head in training": Case(TwoHeads, of_heads, LABELS, like="any"),
     "autoencoder": Case(convolution(1), nn.MSELoss(), IMAGES, IMAGES),
     "segmentation": Case(
         convolution(3),
@@ -177,7 +197,7 @@ def test_a_loss_gets_what_a_plain_loop_gives_it(case):
     expected = nn.utils.parameters_to_vector(server.parameters()).detach()
     torch.testing.assert_close(result.parameters.double(), expected, rtol=1e-9, atol=1e-9)
     with torch.no_grad():
-        loss = float(function(server(tensor(case.x[N:])), tensor(case.y[N:])))
+        loss = float(function(server.eval()(tensor(case.x[N:])), tensor(case.y[N:])))
     assert result.history[-1]["loss"] == pytest.approx(loss, rel=1e-9)
 
 

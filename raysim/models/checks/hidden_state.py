@@ -133,6 +133,9 @@ def refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
             _refuse_steering_attribute(original, model, x, place, attribute, second)
     _refuse_steering_buffers(original, model, x, moved, start, second)
     _refuse_other_outputs(model, first, second)
+    _restore(original, start)
+    fresh = original_copy(net, model.dtype, model.device, model.draws)
+    _refuse_memory_of_inputs(original, fresh, model, x)
     # Larger parameters show a forward that limits their norm.
     larger = start | {name: start[name] * SCALE for name, _ in original.named_parameters()}
     _restore(original, larger)
@@ -161,15 +164,34 @@ def _refuse_steering_attribute(
 
 def _refuse_other_outputs(model: Model, first: list[Tensor], second: list[Tensor]) -> None:
     """Refuse a net whose passes give other outputs the second time."""
-    tolerance = 1e-10 if model.dtype is torch.float64 else 1e-5
     for mode, a, b in zip(MODES, first, second, strict=True):
-        if not close(a, b, tolerance):
+        if not close(a, b, _tolerance(model)):
             raise ConfigError(
                 f"{model.label} gives two outputs for the same examples and parameters in "
                 f"{mode} mode: forward depends on something else, such as a clock, a random "
                 "generator of its own, or an attribute that it changes; make it a buffer, or a "
                 "function of the inputs"
             )
+
+
+def _refuse_memory_of_inputs(
+    original: nn.Module, fresh: nn.Module, model: Model, x: Tensor
+) -> None:
+    """Refuse a net that keeps something of the inputs x, by other inputs and a copy without."""
+    others = x[:1].expand_as(x).clone()
+    for mode, a, b in zip(MODES, _passes(original, others), _passes(fresh, others), strict=True):
+        if not close(a, b, _tolerance(model)):
+            raise ConfigError(
+                f"{model.label} gives other outputs in {mode} mode after a pass on other examples: "
+                "forward keeps something of them, such as the mean of its first batch, and a "
+                "worker's passes are those of many clients; compute it in each pass, or register "
+                "a buffer that moves"
+            )
+
+
+def _tolerance(model: Model) -> float:
+    """Return the relative difference of two equal passes."""
+    return 1e-10 if model.dtype is torch.float64 else 1e-5
 
 
 def _refuse_steering_buffers(
