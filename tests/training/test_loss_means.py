@@ -390,6 +390,26 @@ def test_a_loss_with_a_state_is_refused(loss, what):
         trained(loss, LABELS)
 
 
+class KeepsWeights(nn.Module):
+    """Weights of classes are those of the first batch; they couple its examples."""
+
+    def __init__(self, of_batch: bool):
+        super().__init__()
+        self.of_batch = of_batch
+
+    def forward(self, outputs, y):
+        if not hasattr(self, "weights"):
+            self.weights = torch.bincount(y, minlength=C) + 1.0 if self.of_batch else W64
+        values = F.cross_entropy(outputs, y, self.weights.to(outputs), reduction="none")
+        return (values * torch.softmax(values, 0)).sum()
+
+
+def test_a_loss_that_keeps_its_first_batch_is_refused():
+    with pytest.raises(ConfigError, match=r"^task: the loss keeps something of the first batch"):
+        trained(KeepsWeights(True), LABELS)
+    assert_equal(KeepsWeights(False), LABELS)
+
+
 def test_a_random_loss_is_refused():
     with pytest.raises(ConfigError, match="draws from torch's global generator"):
         trained(lambda o, y: F.cross_entropy(o + torch.randn_like(o), y), LABELS)

@@ -102,7 +102,7 @@ class UserLoss:
         """True if the function changes outputs or targets in place; None before the first call."""
 
     def check_state(self, outputs: Tensor, y: Tensor) -> None:
-        """Check that a second call gives the same loss, and that calls change no tensor or number.
+        """Check that calls give the same loss after others, and change no tensor or number.
 
         Args:
             outputs: outputs that the function takes, [B, ...].
@@ -125,12 +125,26 @@ class UserLoss:
                 "a loss without random numbers"
             )
         if not changed and torch.allclose(first, second, 0, 0, equal_nan=True):
+            self._check_memory(outputs[: len(y) // 3], y[: len(y) // 3])
             return
         what = f"{changed[0]} of the loss changes" if changed else "the loss changes"
         raise ValueError(
             f"{what} when it is called, so that it would depend on which clients a worker trains; "
             "use a loss without a state"
         )
+
+    def _check_memory(self, outputs: Tensor, y: Tensor) -> None:
+        """Check that a copy that has not been called gives the same loss of other examples."""
+        fresh = UserLoss(self.function, self.of_sequences)
+        try:
+            used, unused = self.of_batch(outputs, y), fresh.of_batch(outputs, y)
+        except Exception:  # the function may raise anything for few examples
+            return
+        if not torch.allclose(used, unused, 0, 0, equal_nan=True):
+            raise ValueError(
+                "the loss keeps something of the first batch with which it is called, so that it "
+                "would depend on which clients a worker trains; compute it in each call"
+            )
 
     def of_batch(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss of a batch as the function has it, a scalar.
