@@ -123,23 +123,23 @@ def check_begin(rule: Rule, value: Any, x: Tensor, buffers: Tensor) -> None:
             f"for example `{RETURNS['begin']}`",
         )
     w, own_buffers = value[:2]
-    _check_like(rule, "w", w, x)
+    _check_like(rule, "begin", "w", w, x)
     if own_buffers is not None:
-        _check_like(rule, "buffers", own_buffers, buffers)
+        _check_like(rule, "begin", "buffers", own_buffers, buffers)
     if len(value) == 3:
         check_tensors(rule, "begin", value[2])
         if "w" in value[2]:
             raise breach(rule, "begin", 'returns "w" in its third part; it is the first one')
 
 
-def _check_like(rule: Rule, name: str, part: Any, like: Tensor) -> None:
-    """Check that a part of what `begin` returned is a tensor like the one received."""
+def _check_like(rule: Rule, method: str, name: str, part: Any, like: Tensor) -> None:
+    """Check that a part of what a method returned is a tensor of the shape and type of another."""
     if not isinstance(part, Tensor):
-        raise breach(rule, "begin", f"returns {_kind(part)} as {name}; return a tensor")
+        raise breach(rule, method, f"returns {_kind(part)} as {name}; return a tensor")
     if part.shape != like.shape or part.dtype != like.dtype:
         raise breach(
             rule,
-            "begin",
+            method,
             f"returns {name} as {part.dtype} {list(part.shape)}; return {like.dtype} "
             f"{list(like.shape)}",
         )
@@ -157,10 +157,9 @@ def check_sent_to(rule: Rule, value: Any, x: Tensor) -> None:
         ContractError: it did not; names the rule, the method, its line and what to write.
     """
     check_tensors(rule, "sent_to", value)
-    sent = value.get("x")
-    if sent is None or sent.shape != x.shape or sent.dtype != x.dtype:
-        kind = "no 'x'" if sent is None else f"'x' as {sent.dtype} {list(sent.shape)}"
-        raise breach(rule, "sent_to", f"returns {kind}; return 'x' as {x.dtype} {list(x.shape)}")
+    if "x" not in value:
+        raise breach(rule, "sent_to", "returns no 'x'; return the parameters under this key")
+    _check_like(rule, "sent_to", "'x'", value["x"], x)
 
 
 def check_direction(rule: Rule, w: Tensor, direction: Any) -> None:
@@ -230,15 +229,7 @@ def check_evaluated(rule: Rule, x: Tensor, buffers: Tensor, evaluated: Any) -> N
     """
     parts = evaluated if isinstance(evaluated, tuple) and len(evaluated) == 2 else (evaluated,)
     for part, like, name in zip(parts, (x, buffers), ("parameters", "statistics"), strict=False):
-        if not isinstance(part, Tensor) or part.shape != like.shape or part.dtype != like.dtype:
-            shape = f" {list(part.shape)}, {part.dtype}" if isinstance(part, Tensor) else ""
-            raise breach(
-                rule,
-                "evaluated",
-                f"returns {_kind(part)}{shape}; return {name}, a tensor {list(like.shape)} of "
-                f"{like.dtype}"
-                + ("" if len(parts) == 2 else ", or a pair of parameters and BatchNorm statistics"),
-            )
+        _check_like(rule, "evaluated", name, part, like)
 
 
 def check_predicted(rule: Rule, outputs: Any, expected: Sequence[int]) -> None:
