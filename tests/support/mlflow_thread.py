@@ -6,9 +6,10 @@ patched in their own process. The messages are the same.
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from raysim.tracking.mlflow_process import calls, connection
@@ -37,7 +38,7 @@ def call_mlflow_in_a_process(replace: Callable[[Any, str, Any], None]) -> None:
     replace(connection, "connect", CONNECT)
 
 
-def _connect() -> socket.socket:
-    ours, theirs = socket.socketpair()
+def _connect() -> Connection:
+    ours, theirs = Pipe()
     threading.Thread(target=calls.serve, args=(theirs,), daemon=True).start()
     return ours

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from multiprocessing.connection import Connection
 
 PARENT_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether the parent lives. A process that it has forked may hold the
@@ -33,8 +34,8 @@ def main() -> None:
         if not sent:
             break
         for handle in handles:
-            connection = socket.socket(fileno=handle)
-            threading.Thread(target=_serve, args=(connection,), daemon=True).start()
+            pipe = Connection(handle)
+            threading.Thread(target=_serve, args=(pipe,), daemon=True).start()
     os._exit(0)
 
 
@@ -48,13 +49,13 @@ def _import_mlflow() -> None:
         return
 
 
-def _serve(connection: socket.socket) -> None:
+def _serve(connection: Connection) -> None:
     """Answer the requests of one connection, with the parent's environment variables."""
-    from raysim.tracking.mlflow_process import calls, messages
+    from raysim.tracking.mlflow_process import calls
 
     try:
-        environment = messages.receive(connection)
-    except OSError:
+        environment = connection.recv()
+    except (OSError, EOFError):
         connection.close()
         return
     for name in set(os.environ) - set(environment):

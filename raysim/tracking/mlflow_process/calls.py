@@ -12,30 +12,28 @@ call that fails is answered by `error`, with the state of the run.
 
 from __future__ import annotations
 
-import socket
+from multiprocessing.connection import Connection
 from typing import Any
 
 from raysim.tracking import mlflow_client, store_errors
-from raysim.tracking.mlflow_process import messages
 from raysim.tracking.mlflow_process.stored_run import StoredRun
 
 Runs = dict[str, StoredRun]
 """The runs of a connection by their folders."""
 
 
-def serve(connection: socket.socket) -> None:
+def serve(connection: Connection) -> None:
     """Answer the requests of a connection until it is closed.
 
     Args:
-        connection: a connected socket, which is closed at the end.
+        connection: an end of a pipe, which is closed at the end.
     """
     runs: Runs = {}
     with connection:
         while True:
             try:
-                request = messages.receive(connection)
-                messages.send(connection, _answer(request, runs))
-            except OSError:
+                connection.send(_answer(connection.recv(), runs))
+            except (OSError, EOFError):
                 return
 
 

@@ -14,12 +14,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection as PipeEnd
 from typing import Any
 
 from raysim.imports import python_path
 from raysim.tracking import store_errors
 from raysim.tracking.mlflow_client import MLFLOW_ENVIRONMENT
-from raysim.tracking.mlflow_process import messages
 from raysim.tracking.store_errors import ProcessFailed
 
 logger = logging.getLogger("raysim.tracking")
@@ -38,7 +39,7 @@ class Connection:
     """
 
     def __init__(self) -> None:
-        self._socket: socket.socket | None = None
+        self._pipe: PipeEnd | None = None
 
     def request(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request and wait for its reply, whose notes are logged.
@@ -54,13 +55,13 @@ class Connection:
         """
         try:
             reply = self._exchange(message)
-        except OSError:
+        except (OSError, EOFError):
             # Every request can be repeated: a record that arrives twice is kept once.
             self.close()
             how = how_it_ended()
             try:
                 reply = self._exchange(message)
-            except OSError as error:
+            except (OSError, EOFError) as error:
                 self.close()
                 raise ProcessFailed(
                     "the process that calls MLflow ends without an answer: "
@@ -73,16 +74,16 @@ class Connection:
         return reply
 
     def _exchange(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        if self._socket is None:
-            self._socket = connect()
-        messages.send(self._socket, message)
-        return messages.receive(self._socket)
+        if self._pipe is None:
+            self._pipe = connect()
+        self._pipe.send(dict(message))
+        return self._pipe.recv()
 
     def close(self) -> None:
         """Close the connection; the next request makes another one."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
 
 
 def check(reply: Mapping[str, Any]) -> None:
@@ -110,19 +111,19 @@ def start() -> None:
         return
 
 
-def connect() -> socket.socket:
+def connect() -> PipeEnd:
     """Return a new connection to the process, which is started if it does not run.
 
     Raises:
         ProcessFailed: it cannot be started.
         OSError: it has just ended.
     """
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     try:
         with theirs, _lock:
             socket.send_fds(_running().control, [b"\n"], [theirs.fileno()])
         # Credentials may have changed since the process was started.
-        messages.send(ours, {**MLFLOW_ENVIRONMENT, **os.environ})
+        ours.send({**MLFLOW_ENVIRONMENT, **os.environ})
     except BaseException:
         ours.close()
         raise
