@@ -43,9 +43,9 @@ def sweep(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="key=value, or several values: local.lr=0.1,0.01 seed=0..4 (both ends included) "
-            "'rounds=range(10,50,20)'; at random: 'local.lr=loguniform(1e-3,1)', uniform, randint, "
-            "choice, with sweep.samples=20; and sweep.retries=1 "
+            help="key=value, or several values: local.lr=0.1,0.01 seed=0..4 (both ends included); "
+            "at random: 'local.lr=loguniform(1e-3,1)', uniform, randint, choice, with "
+            "sweep.samples=20; and sweep.retries=1 "
             "sweep.early_stopping.metric=accuracy",
             autocompletion=complete_override,
         ),

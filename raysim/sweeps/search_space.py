@@ -4,8 +4,7 @@ The notation is the same on the command line and in a file:
 
   several values   local.lr=0.1,0.01              local.lr: [0.1, 0.01]
   a range          seed=0..4                      both ends included
-                   rounds=range(10,50,20)         like Python's range, also of fractions: 10 and 30
-  a draw           local.lr=loguniform(1e-3,1)    local.lr: {loguniform: [1e-3, 1]}
+  a draw           local.lr=loguniform(1e-3,1)
 
 Values and ranges of all keys form a grid. Draws are random search: each such key is drawn `samples`
 times, and every draw is combined with the whole grid (`seed=0..2` gives each draw three runs). The
@@ -20,7 +19,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 from raysim.config import limited_yaml, loading
@@ -37,7 +36,6 @@ _DRAW_ARGUMENTS = {
     "loguniform": "low, high",
     "randint": "low, high",
     "choice": "a, b, …",
-    "range": "first, end, step",
 }
 
 
@@ -161,8 +159,6 @@ def parse_axis(key: str, values_text: Any) -> Axis:
             values += _ends(key, item)
         elif called is None:
             values.append(item)
-        elif called.kind == "range":
-            values += _range(key, called)
         elif len(items) == 1:
             return _checked_draw(key, called)
         else:
@@ -180,14 +176,9 @@ def _parse_value(key: str, piece: str) -> Any:
 
 
 def _parse_draw(key: str, item: Any) -> Draw | None:
-    """Return the draw that `uniform(0, 1)` or {uniform: [0, 1]} means, unchecked; else None."""
+    """Return the draw that a text such as `uniform(0, 1)` means, unchecked; else None."""
     if isinstance(item, Draw):
         return item
-    if isinstance(item, Mapping) and len(item) == 1:
-        ((kind, arguments),) = item.items()
-        if kind not in _DRAW_ARGUMENTS:
-            return None
-        return Draw(kind, tuple(arguments) if isinstance(arguments, list) else (arguments,))
     return _parse_call(key, item) if isinstance(item, str) else None
 
 
@@ -204,8 +195,7 @@ def _parse_call(key: str, text: str) -> Draw | None:
     if not closed:
         raise ConfigError(
             f"{key}: {text} is not closed; between braces put it into quotes, "
-            f'"{kind}({_DRAW_ARGUMENTS[kind]})", or write '
-            f"{{{kind}: [{_DRAW_ARGUMENTS[kind]}]}}"
+            f'"{kind}({_DRAW_ARGUMENTS[kind]})"'
         )
     if not inside.strip():
         return Draw(kind, ())
@@ -219,7 +209,7 @@ def _checked_draw(key: str, draw: Draw) -> Draw:
         if not arguments:
             raise ConfigError(f"{key}: choice() is of nothing; write choice(a, b)")
         return Draw(kind, arguments)
-    low, high = _parse_numbers(key, draw, 2, 2)
+    low, high = _parse_numbers(key, draw)
     if low == high:
         raise ConfigError(f"{key}: {draw}: low must be below high; write {key}={as_text(low)}")
     if low > high:
@@ -234,34 +224,10 @@ def _checked_draw(key: str, draw: Draw) -> Draw:
     return Draw(kind, (low, high))
 
 
-def _range(key: str, draw: Draw) -> list[Any]:
-    """Return the values of range(first, end, step), as Python's range has them."""
-    numbers = _parse_numbers(key, draw, 1, 3)
-    if len(numbers) == 1:
-        numbers = [0, *numbers]
-    first, end, step = numbers if len(numbers) == 3 else [*numbers, 1]
-    if step == 0:
-        raise ConfigError(f"{key}: {draw}: a step of 0 never ends; leave it out for steps of 1")
-    try:
-        count = ceil((end - first) / step - 1e-9)
-    except (OverflowError, ValueError):  # infinite, not a number, or larger than a float
-        raise ConfigError(
-            f"{key}: {draw}: its numbers must be finite; write range(0, 1, 0.1), say"
-        ) from None
-    if count <= 0:
-        turned = (end, first) if step == 1 else (first, end, -step)
-        right = ", ".join(map(as_text, turned))
-        raise ConfigError(f"{key}: {draw} is empty; write range({right}), say")
-    _refuse_too_many(key, draw, count)
-    values = [first + i * step for i in range(count)]
-    return [round(value, 12) if isinstance(value, float) else value for value in values]
-
-
-def _parse_numbers(key: str, draw: Draw, fewest: int, most: int) -> list[Any]:
-    """Return the arguments of a draw, which must be so many numbers."""
+def _parse_numbers(key: str, draw: Draw) -> list[Any]:
+    """Return the arguments of a draw, which must be two numbers."""
     numbers = list(draw.arguments)
-    are_numbers = {type(number) for number in numbers} <= {int, float}
-    if not are_numbers or not fewest <= len(numbers) <= most:
+    if len(numbers) != 2 or not {type(number) for number in numbers} <= {int, float}:
         raise ConfigError(
             f"{key}: {draw} is not understood; write "
             f"{draw.kind}({_DRAW_ARGUMENTS[draw.kind]}), in numbers"
@@ -276,8 +242,7 @@ def _is_range(value: Any) -> bool:
     is_range = re.fullmatch(r"\d+\.\.\d+", value) is not None
     if not is_range and re.fullmatch(r"-?\w+\.\.-?\w*", value):
         raise ConfigError(
-            f"{value} is not a range; give two whole numbers, 0..4, the smaller first, or "
-            "range(-1, 1, 0.5)"
+            f"{value} is not a range; give two whole numbers, 0..4, the smaller first"
         )
     return is_range
 
@@ -290,17 +255,12 @@ def _ends(key: str, value: str) -> list[int]:
     first, last = map(int, value.split(".."))
     if last < first:
         raise ConfigError(f"{key}: the range {value} is empty; write {last}..{first}")
-    _refuse_too_many(key, value, last - first + 1)
-    return list(range(first, last + 1))
-
-
-def _refuse_too_many(key: str, range_text: object, count: int) -> None:
-    """Raise ConfigError for a range that is longer than a sweep, before its values are listed."""
-    if count > MAX_TRIALS:
+    if (count := last - first + 1) > MAX_TRIALS:  # before its values are listed
         raise ConfigError(
-            f"{key}: the range {range_text} has {count:,} values; a sweep has {MAX_TRIALS:,} "
+            f"{key}: the range {value} has {count:,} values; a sweep has {MAX_TRIALS:,} "
             "trials at most"
         )
+    return list(range(first, last + 1))
 
 
 def _split_at_commas(text: str) -> list[str]:
