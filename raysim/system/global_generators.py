@@ -30,7 +30,8 @@ class Generator:
 def _torch_states() -> list[bytes]:
     """Return the states of torch's generators of the CPU and, if in use, of the current GPU."""
     states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
+    # While steps are captured, the state of a GPU's generator cannot be read.
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         states.append(torch.cuda.get_rng_state())
     return [state.numpy().tobytes() for state in states]
 
