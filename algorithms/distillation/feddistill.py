@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from raysim.rules import Algorithm, ClientRule, NonNegative, ServerRule, Upload, task_loss
+from raysim.algorithms.personalised.fedproto import pulled_loss
+from raysim.rules import Algorithm, ClientRule, NonNegative, ServerRule, Upload
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,12 @@ class FedDistillClient(ClientRule):
     """Weight of the distance to the mean logits."""
 
     def loss(self, shared, state, net, batch, task):
-        apart = (net.logits - shared["logits"][batch.y]).nan_to_num()
-        return task_loss(net, batch) + self.lam * apart.square().mean(1)
+        return pulled_loss(self.lam, net.logits, shared["logits"], net, batch)
 
     def finish(self, shared, state, client_state, data, task):
-        of_class = torch.eye(task.classes).to(shared["x"])[data.examples.y]
         logits = task.net(state["w"], data.examples, "eval", task.buffers).logits
-        return {"sums": of_class.T @ logits, "counts": of_class.sum(0)[:, None]}, {}
+        sums, counts = data.examples.class_sums(logits, task.classes)
+        return {"sums": sums, "counts": counts}, {}
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,11 @@ Run: raysim run quickstart algorithm=fedgen
 
 from dataclasses import dataclass
 
-import torch
 from torch.nn.functional import cross_entropy
 
 from raysim.algorithms.distillation import generator
 from raysim.rules import (
     Algorithm,
-    Batch,
     ClientRule,
     NonNegative,
     Positive,
@@ -82,21 +80,15 @@ class FedGenServer(ServerRule):
     """Step size of Adam."""
 
     def init(self, x0, problem):
-        sizes = self.noise_dim + problem.classes, self.hidden, problem.features
-        start = generator.initial_generator(x0, problem.rng("generator"), sizes)
+        start = generator.initial_generator(x0, problem, self)
         return {"x": x0, "prior": x0.new_zeros(problem.classes), **start}
 
     def update(self, state, reports):
         prior = (reports.sum("counts") / reports.sum("counts").sum()).to(state["x"])
-        weights = prior.new_tensor(reports.weights)
-        unused = Batch(prior, prior)  # only the classifiers run, on generated features
         models = state["x"] - reports.per_client("delta")
-        nets = [reports.task.net(w, unused, "eval") for w in models]
-
-        def ensemble(z):
-            return torch.stack([net.classify(z) for net in nets], -1) @ weights
-
-        moved = generator.trained(state, ensemble, prior, reports.rng("generator"), self)
+        nets = [reports.task.net(w, mode="eval") for w in models]  # only the classifiers run
+        rng = reports.rng("generator")
+        moved = generator.trained(state, nets, reports.weights, prior, rng, self)
         return {"x": state["x"] - self.lr * reports.mean("delta"), "prior": prior, **moved}
 
 

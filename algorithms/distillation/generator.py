@@ -3,29 +3,26 @@
 G(y, eps) = W2 ReLU(W1 [eps, onehot(y)] + b1) + b2.
 """
 
-from itertools import pairwise
-
 import torch
 from torch.nn.functional import cross_entropy
+
+from raysim.numerics import initial_layers
 
 GENERATOR = "W1", "b1", "W2", "b2"
 """Its tensors: [H, d + C], [H], [F, H], [F]."""
 
 
-def initial_generator(x0, rng, sizes):
+def initial_generator(x0, problem, rule):
     """Return PyTorch's initial values of a generator.
 
     Args:
         x0: a tensor of the parameters' type.
-        rng: generator of the random numbers.
-        sizes: d + C, H and F.
+        problem: the sizes of the run.
+        rule: has the numbers of noise and hidden units.
     """
-    values = {}
-    for k, (inputs, outputs) in enumerate(pairwise(sizes), 1):
-        bound = inputs**-0.5
-        values[f"W{k}"] = x0.new_tensor(rng.uniform(-bound, bound, (outputs, inputs)))
-        values[f"b{k}"] = x0.new_tensor(rng.uniform(-bound, bound, outputs))
-    return values
+    sizes = rule.noise_dim + problem.classes, rule.hidden, problem.features
+    values = initial_layers(problem.rng("generator"), sizes)
+    return {key: x0.new_tensor(v) for key, v in zip(GENERATOR, values, strict=True)}
 
 
 def generated(generator, y, eps, classes):
@@ -42,12 +39,13 @@ def labels(prior, uniform):
     return (uniform[:, None] >= cdf).sum(1).clamp(max=len(prior) - 1)
 
 
-def trained(generator, classify, prior, rng, rule):
+def trained(generator, nets, weights, prior, rng, rule):
     """Return a generator after steps of Adam on the cross-entropy of its features and labels.
 
     Args:
         generator: its tensors, among others.
-        classify: returns logits [B, C] of features [B, F].
+        nets: the clients' nets [K], whose classifiers run on its features.
+        weights: of the nets' logits [K].
         prior: probabilities of the labels, [C].
         rng: generator of the random numbers.
         rule: has the numbers of steps, of examples in a step, and of noise, and the step size.
@@ -58,6 +56,8 @@ def trained(generator, classify, prior, rng, rule):
         y = labels(prior, prior.new_tensor(rng.random(rule.generator_batch)))
         eps = prior.new_tensor(rng.standard_normal((rule.generator_batch, rule.noise_dim)))
         adam.zero_grad()
-        cross_entropy(classify(generated(generator, y, eps, len(prior))), y).backward()
+        z = generated(generator, y, eps, len(prior))
+        logits = torch.stack([net.classify(z) for net in nets], -1) @ prior.new_tensor(weights)
+        cross_entropy(logits, y).backward()
         adam.step()
     return {key: value.detach() for key, value in generator.items()}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from raysim.numerics import initial_layers
 from raysim.rules import ServerRule, Upload
 
 NET = {"A": Upload((2, "F", "F")), "vectors": Upload((3, 2, "F"))}
@@ -35,12 +36,11 @@ def initial_net(x0, problem, stream):
         problem: the sizes of the run.
         stream: key of the random numbers.
     """
-    rng, size = problem.rng(stream), problem.features
-    bound = size**-0.5
-    weight = x0.new_tensor(rng.uniform(-bound, bound, (2, size, size)))
-    bias = x0.new_tensor(rng.uniform(-bound, bound, (2, size)))
+    size = problem.features
+    weight, bias = map(x0.new_tensor, initial_layers(problem.rng(stream), (size, 2 * size)))
+    bias = bias.view(2, size)
     scale, shift = torch.ones_like(bias), torch.zeros_like(bias)
-    return {"A": weight, "vectors": torch.stack([bias, scale, shift])}
+    return {"A": weight.view(2, size, size), "vectors": torch.stack([bias, scale, shift])}
 
 
 def discrepancy(x, y):

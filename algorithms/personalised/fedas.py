@@ -19,8 +19,6 @@ evaluate.clients.every=20
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from raysim.rules import Algorithm, ClientRule, NonNegative, NonNegativeInt, ServerRule
 
 
@@ -54,9 +52,9 @@ class FedASClient(ClientRule):
     def begin(self, shared, client_state, data, task):
         v = shared["x"]
         if client_state["seen"]:
-            of_class = torch.eye(task.classes).to(v)[data.examples.y]
             net = task.net(client_state["own"], data.examples, "eval", client_state["buffers"])
-            prototypes = of_class.T @ net.features / of_class.sum(0)[:, None]
+            sums, counts = data.examples.class_sums(net.features, task.classes)
+            prototypes = sums / counts
             for _ in range(self.align_passes):
                 for batch in data.batches():
                     loss = partial(alignment, prototypes)

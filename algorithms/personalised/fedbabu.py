@@ -1,9 +1,8 @@
 """FedBABU (Oh et al., ICLR 2022).
 
-The classifier keeps its random start, also under weight decay: only the body is trained and
-averaged. A client then fine-tunes the whole net on its own data, for its evaluation only. The
-whole model is sent and counted as traffic; the paper's clients could do with the body, because the
-classifier never changes.
+The classifier keeps its random start, also under weight decay: only the body is trained, sent and
+averaged. A client then fine-tunes the whole net on its own data, for its evaluation only. Clients
+know the classifier from the start, so it is never sent.
 
 Run: raysim run quickstart algorithm=fedbabu partition.test.fraction=0.2 evaluate.clients.every=20
 evaluate.clients.fine_tune.steps=5
@@ -23,6 +22,9 @@ class FedBABUClient(ClientRule):
 
     needs_features = True
 
+    def personal(self, task):
+        return task.part("classifier")
+
     def init(self, shared, client_state, data, task):
         return {"body": ~task.part("classifier")}
 
@@ -34,4 +36,11 @@ class FedBABUClient(ClientRule):
         return {**after, "w": torch.where(state["body"], after["w"], state["w"])}
 
 
-Algorithm("fedbabu", FedBABUClient, FedAvgServer, "Oh 2022")
+Algorithm(
+    "fedbabu",
+    FedBABUClient,
+    FedAvgServer,
+    "Oh 2022",
+    state="server 0, client the classifier",
+    traffic="down the body, up the body",
+)

@@ -29,7 +29,7 @@ from raysim.algorithms.personalised.feature_nets import (
     discrepancy,
     initial_net,
 )
-from raysim.rules import Algorithm, Batch, ClientRule, NonNegative, Upload
+from raysim.rules import Algorithm, ClientRule, NonNegative, Upload
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class FedCPClient(ClientRule):
         return {"delta": delta, **{key: state[key] for key in NET}}, {"head": state["w"][head]}
 
     def predict(self, shared, client_state, net, task):
-        received = task.net(shared["x"], Batch(net.features, net.features), "eval")
+        received = task.net(shared["x"], mode="eval")
         return outputs(net, received, client_state["head"], shared, task)
 
 

@@ -24,31 +24,21 @@ evaluate.every=0 evaluate.clients.every=20
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from raysim.algorithms.personalised import fedproto
 from raysim.algorithms.personalised.fedrep import FedRepClient
-from raysim.numerics import project_gram
-from raysim.rules import Algorithm, NonNegative, ServerRule, Upload, task_loss
+from raysim.numerics import least_on_simplex
+from raysim.rules import Algorithm, NonNegative, Upload
 
 LEAST_VARIANCE = 1e-12
 """Least V, which keeps the quadratic form positive definite."""
 
 
-def class_sums(w, data, task):
-    """Return the sums of the features of each class [C, F], of their squares, and the counts."""
-    of_class = torch.eye(task.classes).to(w)[data.examples.y]
-    features = task.net(w, data.examples, "eval", task.buffers).features
-    return of_class.T @ features, features.square().sum(), of_class.sum(0)[:, None]
-
-
 def combination(h, V, i):
     """Return the weights α [K] of the classifiers for client i, from h [K, C, F] and V [K]."""
     apart = (h[i] - h).flatten(1)
-    Q = (apart @ apart.T + V.diag()).cpu().numpy()
-    # α is z divided by its sum, where z minimises zᵀQz / 2 - Σ z over z >= 0.
-    z, _ = project_gram(Q, -np.ones(len(Q)), 1 / np.sqrt(Q.diagonal().min()))
-    return torch.from_numpy(z / z.sum())
+    return torch.from_numpy(least_on_simplex((apart @ apart.T + V.diag()).cpu().numpy()))
 
 
 @dataclass(frozen=True)
@@ -57,14 +47,8 @@ class FedPACClient(FedRepClient):
 
     needs_class_labels = True
     supports_dp = False  # sums and counts have no noise
-    needs = ("x", "centroids", "known")
-    sends = {
-        "delta": Upload("P"),
-        "h": Upload(("C", "F")),
-        "V": Upload(1),
-        "sums": Upload(("C", "F"), mode="sum"),
-        "counts": Upload(("C", 1), mode="sum"),
-    }
+    needs = ("x", "prototypes")
+    sends = {"delta": Upload("P"), "h": Upload(("C", "F")), "V": Upload(1), **fedproto.SUMS}
     lam: NonNegative = 1.0
     """Weight of the distance to the centroids."""
 
@@ -72,55 +56,45 @@ class FedPACClient(FedRepClient):
         return None
 
     def init(self, shared, client_state, data, task):
-        sums, square, _ = class_sums(shared["x"], data, task)
-        h = sums / data.n
-        V = (square / data.n - h.square().sum()) / data.n
+        features = task.net(shared["x"], data.examples, "eval", task.buffers).features
+        h = data.examples.class_sums(features, task.classes)[0] / data.n
+        V = (features.square().sum() / data.n - h.square().sum()) / data.n
         return {**super().init(shared, client_state, data, task), "h": h, "V": V[None]}
 
     def loss(self, shared, state, net, batch, task):
-        apart = net.features - shared["centroids"][batch.y]
-        pull = shared["known"][batch.y, 0] * apart.square().mean(1)
-        return task_loss(net, batch) + self.lam * pull
+        return fedproto.pulled_loss(self.lam, net.features, shared["prototypes"], net, batch)
 
     def finish(self, shared, state, client_state, data, task):
-        sums, _, counts = class_sums(state["w"], data, task)
         sent = {"delta": shared["x"] - state["w"], "h": state["h"], "V": state["V"]}
-        return {**sent, "sums": sums, "counts": counts}, {}
+        return {**sent, **fedproto.prototype_sums(state["w"], data, task)}, {}
 
 
 @dataclass(frozen=True)
-class FedPACServer(ServerRule):
+class FedPACServer(fedproto.FedProtoServer):
     """A global body, and combined classifiers for each client."""
 
-    provides = ("x", "centroids", "known", "heads", "at")
+    counts_equally = False
+    provides = ("x", "prototypes", "heads", "at")
     uploads = dict.fromkeys(("delta", "h", "V"), "per_client") | {"sums": "sum", "counts": "sum"}
 
     def init(self, x0, problem):
-        sizes = (problem.classes, problem.features)
-        first = len(problem.shapes) - 1 - problem.shapes[::-1].index(sizes)
-        n_parts = 1 + (problem.shapes[first + 1 : first + 2] == (sizes[:1],))  # weights, and biases
-        ends = np.cumsum([sum(problem.segments[:first]), *problem.segments[first:]])
-        at = torch.arange(ends[0], ends[n_parts], device=x0.device)
+        at = problem.part("classifier").nonzero()[:, 0].to(x0.device)
         heads = x0[at].repeat(problem.n_clients, 1)
-        centroids = {"centroids": x0.new_zeros(sizes), "known": x0.new_zeros(sizes[0], 1)}
-        return {"x": x0, **centroids, "heads": heads, "at": at}
+        return {**super().init(x0, problem), "heads": heads, "at": at}
 
     def sent_to(self, shared, client):
         x = shared["x"].index_copy(0, shared["at"], shared["heads"][client])
-        return {"x": x, "centroids": shared["centroids"], "known": shared["known"]}
+        return {"x": x, "prototypes": shared["prototypes"]}
 
     def update(self, state, reports):
-        at, ids, x = state["at"], reports.ids, state["x"]
+        at, ids = state["at"], reports.ids
         trained = state["heads"][ids] - reports.per_client("delta")[:, at]
         h, V = reports.per_client("h").double(), reports.per_client("V").double()[:, 0]
         weights = [combination(h, V.clamp(min=LEAST_VARIANCE), i) for i in range(len(ids))]
         heads = state["heads"].clone()
-        heads[ids] = torch.stack(weights).to(x) @ trained
-        x = x - self.lr * reports.mean("delta")  # also its classifier, which nobody receives
-        n = reports.sum("counts")
-        centroids = torch.where(n > 0, reports.sum("sums") / n.clamp(min=1), state["centroids"])
-        known = torch.maximum(state["known"], (n > 0).to(x))
-        return {**state, "x": x, "centroids": centroids, "known": known, "heads": heads}
+        heads[ids] = torch.stack(weights).to(heads) @ trained
+        x = state["x"] - self.lr * reports.mean("delta")  # its classifier goes to nobody
+        return {**super().update(state, reports), "x": x, "heads": heads}
 
 
 Algorithm(

@@ -19,8 +19,31 @@ import torch
 
 from raysim.rules import Algorithm, ClientRule, NonNegative, ServerRule, Upload, task_loss
 
+SUMS = {"sums": Upload(("C", "F"), mode="sum"), "counts": Upload(("C", 1), mode="sum")}
+"""Sums of the features of each class, and the numbers of examples, as uploads."""
 UNKNOWN = 1e6
 """Squared distance to the prototype of a class that nobody has had."""
+
+
+def pulled_loss(lam, values, means, net, batch):
+    """Return the task's loss plus lam times the mean squared distance to the class's mean, [B].
+
+    Args:
+        lam: weight of the distance.
+        values: features or logits of the examples, [B, F].
+        means: of each class, [C, F]; NaN if unknown, which does not pull.
+        net: the forward pass.
+        batch: the mini-batch.
+    """
+    apart = (values - means[batch.y]).nan_to_num()
+    return task_loss(net, batch) + lam * apart.square().mean(1)
+
+
+def prototype_sums(w, data, task):
+    """Return the uploads "sums" [C, F] of the features at w, and "counts" [C, 1]."""
+    features = task.net(w, data.examples, "eval", task.buffers).features
+    sums, counts = data.examples.class_sums(features, task.classes)
+    return {"sums": sums, "counts": counts}
 
 
 @dataclass(frozen=True)
@@ -34,11 +57,10 @@ class FedProtoClient(ClientRule):
     nearest: bool = True
     """Answer with the class of the nearest prototype; false: with the classifier."""
     needs = ("x", "prototypes")
-    sends = {"sums": Upload(("C", "F"), mode="sum"), "counts": Upload(("C", 1), mode="sum")}
+    sends = SUMS
 
     def loss(self, shared, state, net, batch, task):
-        apart = (net.features - shared["prototypes"][batch.y]).nan_to_num()
-        return task_loss(net, batch) + self.lam * apart.square().mean(1)
+        return pulled_loss(self.lam, net.features, shared["prototypes"], net, batch)
 
     def predict(self, shared, client_state, net, task):
         if not self.nearest:
@@ -47,9 +69,7 @@ class FedProtoClient(ClientRule):
         return -distances.nan_to_num(nan=UNKNOWN)
 
     def finish(self, shared, state, client_state, data, task):
-        of_class = torch.eye(task.classes).to(shared["x"])[data.examples.y]
-        features = task.net(state["w"], data.examples, "eval", task.buffers).features
-        return {"sums": of_class.T @ features, "counts": of_class.sum(0)[:, None]}, {}
+        return prototype_sums(state["w"], data, task), {}
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,11 @@ evaluate.clients.every=20
 """
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
-from pydantic import Field
 
 from raysim.algorithms.fedavg import FedAvgClient
+from raysim.numerics import initial_layers, layers_of
 from raysim.rules import (
     Algorithm,
     NonNegative,
@@ -29,6 +28,7 @@ from raysim.rules import (
     PositiveInt,
     PositiveScheduled,
     ServerRule,
+    UnitScheduled,
 )
 
 TRAINED = "embeddings", "phi"
@@ -49,7 +49,7 @@ class PFedHNServer(ServerRule):
     """Hidden layers after the first one, n."""
     embedding: NonNegativeInt = 0
     """Numbers in an embedding; 0: 1 + N // 4 for N clients."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: UnitScheduled = 0.9
     """Momentum of the server's steps."""
     weight_decay: NonNegative = 0.001
     """Weight decay of hypernetwork and embeddings."""
@@ -57,27 +57,21 @@ class PFedHNServer(ServerRule):
     def init(self, x0, problem):
         rng, width = problem.rng("hypernetwork"), self.embedding or 1 + problem.n_clients // 4
         embeddings = x0.new_tensor(rng.standard_normal((problem.n_clients, width)))
-        parts = []
-        for out in self.widths(len(x0)):
-            bound = width**-0.5
-            parts += [rng.uniform(-bound, bound, out * width), rng.uniform(-bound, bound, out)]
-            width = out
-        trained = {"embeddings": embeddings, "phi": torch.cat([x0.new_tensor(p) for p in parts])}
-        return {"x": x0, **trained, **{f"m {k}": torch.zeros_like(v) for k, v in trained.items()}}
+        layers = initial_layers(rng, self.sizes(embeddings, x0))
+        phi = torch.cat([x0.new_tensor(values).flatten() for values in layers])
+        zeros = {"m embeddings": torch.zeros_like(embeddings), "m phi": torch.zeros_like(phi)}
+        return {"x": x0, "embeddings": embeddings, "phi": phi, **zeros}
 
-    def widths(self, size):
-        """Return the number of outputs of each layer of h, for models of so many parameters."""
-        return [self.hidden] * (1 + self.layers) + [size]
+    def sizes(self, embeddings, x):
+        """Return the numbers of inputs and outputs of the layers of h."""
+        return [embeddings.shape[1], *[self.hidden] * (1 + self.layers), len(x)]
 
     def models(self, shared, clients):
         """Return theta_i = h(v_i; phi) of clients, [K, P]."""
-        values, position = shared["embeddings"][clients], 0
-        for k, out in enumerate(self.widths(len(shared["x"]))):
-            end = position + out * values.shape[1]
-            weight = shared["phi"][position:end].view(out, -1)
-            position = end + out
+        values, sizes = shared["embeddings"][clients], self.sizes(shared["embeddings"], shared["x"])
+        for k, (weight, bias) in enumerate(layers_of(shared["phi"], sizes)):
             before = values.relu() if 0 < k <= self.layers else values
-            values = before @ weight.T + shared["phi"][end:position]
+            values = before @ weight.T + bias
         return values
 
     def sent_to(self, shared, client):
@@ -86,10 +80,9 @@ class PFedHNServer(ServerRule):
     def update(self, state, reports):
         trained = {key: state[key].clone().requires_grad_() for key in TRAINED}
         models = self.models({"x": state["x"], **trained}, reports.ids)
-        weights = models.new_tensor(reports.weights)
-        value = (weights @ (models * reports.per_client("delta"))).sum()
+        weighted = models.new_tensor(reports.weights)[:, None] * reports.per_client("delta")
+        gradients = torch.autograd.grad(models, list(trained.values()), weighted)
         after = dict(state)
-        gradients = torch.autograd.grad(value, list(trained.values()))
         for key, gradient in zip(TRAINED, gradients, strict=True):
             m = self.momentum * state[f"m {key}"] + gradient + self.weight_decay * state[key]
             after |= {f"m {key}": m, key: state[key] - self.lr * m}

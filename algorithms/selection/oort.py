@@ -85,8 +85,7 @@ class OortServer(FedAvgServer):
 
     def init(self, x0, problem):
         sums = torch.full((2 * self.W,), torch.nan, dtype=torch.float64, device=x0.device)
-        rounds = {"n_rounds": sums.new_zeros(problem.n_clients)}
-        return {"x": x0, "T": sums.new_tensor(self.T), "sums": sums, **rounds}
+        return {"x": x0, "T": sums.new_tensor(self.T), "sums": sums}
 
     def select(self, state, pool, rng):
         U = pool.metric("U")
@@ -97,7 +96,7 @@ class OortServer(FedAvgServer):
         penalty = np.minimum(1, float(state["T"]) / pool.duration) ** self.alpha
         utility = (U + age) * penalty
         unseen = rng.permutation(np.flatnonzero(np.isnan(utility)))
-        utility[self._blacklisted(state, pool)] = np.nan
+        utility[self._blacklisted(pool)] = np.nan
         epsilon = max(self.epsilon * self.decay**pool.round, self.epsilon_min)
         n_new = min(len(unseen), round(epsilon * pool.size))
         n_old = min(int((~np.isnan(utility)).sum()), pool.size - n_new)
@@ -106,20 +105,17 @@ class OortServer(FedAvgServer):
         old = np.argsort(-keys - rng.gumbel(size=len(keys)))[:n_old]  # a draw by utility
         return pool.ids[np.concatenate([old, unseen[: pool.size - n_old]])]
 
-    def _blacklisted(self, state, pool):
+    def _blacklisted(self, pool):
         """Return the positions in the pool of the clients that took part in too many rounds."""
-        n_rounds = state["n_rounds"].cpu().numpy()[pool.ids]
-        most = np.argsort(-n_rounds, kind="stable")[: int(MAX_BLACKLISTED * len(n_rounds))]
-        return most[n_rounds[most] > self.blacklist] if self.blacklist else []
+        most = np.argsort(-pool.n_rounds, kind="stable")[: int(MAX_BLACKLISTED * len(pool.ids))]
+        return most[pool.n_rounds[most] > self.blacklist] if self.blacklist else []
 
     def update(self, state, reports):
         sums = torch.cat([state["sums"][1:], reports.sum("U").to(state["sums"])])
         falls = sums[: self.W].sum() > sums[self.W :].sum()  # not with NaN, in the first rounds
         T = state["T"] + self.Delta * falls.to(sums)
-        n_rounds = state["n_rounds"].clone()
-        n_rounds[reports.ids] += 1
         reports.log(preferred_duration=T)
-        return {**super().update(state, reports), "T": T, "sums": sums, "n_rounds": n_rounds}
+        return {**super().update(state, reports), "T": T, "sums": sums}
 
 
 Algorithm(
@@ -127,6 +123,6 @@ Algorithm(
     OortClient,
     OortServer,
     "Lai 2021",
-    state="server N + 2W + 1, client 0",
+    state="server 2W + 1, client 0",
     traffic="down P, up P + 1",
 )

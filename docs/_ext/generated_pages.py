@@ -5,6 +5,7 @@ Each generator is a function without arguments that returns Markdown by page nam
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import command_pages
@@ -15,6 +16,8 @@ import metrics_page
 import modules_page
 import result_pages
 from sphinx.application import Sphinx
+
+from raysim.rules import contract
 
 GENERATORS = {
     "examples": (example_pages.pages,),
@@ -52,7 +55,38 @@ def write(source_folder: Path) -> None:
     result_pages.draw(source_folder / "results")
 
 
+_COMMITTED = re.compile(
+    r"\]\((?P<up>(?:\.\./)*)\.\./(?:configs/(?:(?P<result>\w+)/README|(?P<claims>CLAIMS))\.md"
+    r"|algorithms/(?:\w+/)?(?P<method>\w+)\.py)"
+)
+"""A link from a page of docs/ to a file that has a page of its own in the documentation."""
+
+
+def with_links_to_pages(text: str) -> str:
+    """Return a page whose links to READMEs and methods lead to the pages made from them.
+
+    In a checkout, where these pages are missing, the links lead to the files.
+
+    Args:
+        text: the page, whose links are relative to it.
+    """
+
+    def link(found: re.Match[str]) -> str:
+        if method := found["method"]:
+            is_method = method in contract.ALGORITHMS
+            return f"]({found['up']}methods/{method}.md" if is_method else found[0]
+        return f"]({found['up']}results/{found['result'] or 'claims'}.md"
+
+    return _COMMITTED.sub(link, text)
+
+
+def _read(app: Sphinx, page: str, source: list[str]) -> None:
+    """Change the links of a page that Sphinx has read."""
+    source[0] = with_links_to_pages(source[0])
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the extension with Sphinx."""
     app.connect("builder-inited", lambda app: write(Path(app.srcdir)))
+    app.connect("source-read", _read)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

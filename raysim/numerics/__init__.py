@@ -1,4 +1,4 @@
-"""Order-independent sums, inner products, and the QPs and gradient memory of GradMA."""
+"""Order-independent sums, inner products, QPs, GradMA's gradient memory, and linear layers."""
 
 from raysim.numerics.closed_form_qp import project3
 from raysim.numerics.coordinates import median_of_coordinates, sort_coordinates
@@ -20,7 +20,8 @@ from raysim.numerics.inner_products import (
     use_threads,
     weighted_sum,
 )
-from raysim.numerics.qp import QPInfo, project, project_gram, solve_dual
+from raysim.numerics.linear_layers import initial_layers, layers_of
+from raysim.numerics.qp import QPInfo, least_on_simplex, project, project_gram, solve_dual
 
 __all__ = [
     "NonFiniteError",
@@ -33,6 +34,9 @@ __all__ = [
     "dot",
     "fixed_sum",
     "gram",
+    "initial_layers",
+    "layers_of",
+    "least_on_simplex",
     "median_of_coordinates",
     "memory_bytes",
     "memory_init",

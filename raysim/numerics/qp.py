@@ -104,6 +104,21 @@ def project_gram(
     return solve_dual(Q, b, p_norm, "exact", warm, tol)
 
 
+def least_on_simplex(Q: ArrayLike) -> Array:
+    """Return the weights z >= 0, Σ z = 1, that minimise zᵀQz, by `project_gram`.
+
+    Args:
+        Q: positive definite, [C, C].
+
+    Returns:
+        The weights, [C].
+    """
+    Q = np.asarray(Q)
+    # They are the minimum of zᵀQz / 2 - Σ z over z >= 0, divided by its sum.
+    z, _ = project_gram(Q, -np.ones(len(Q)), 1 / np.sqrt(Q.diagonal().min()))
+    return z / z.sum()
+
+
 def solve_dual(
     Q: ArrayLike,
     b: ArrayLike,

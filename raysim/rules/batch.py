@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from raysim.rules.unknown_attributes import SuggestsAttributes
@@ -48,6 +49,16 @@ class Batch(SuggestsAttributes):
             values: one for each example, [B, ...].
         """
         return values.mean(0)
+
+    def class_sums(self, values: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+        """Return sums over the examples of each class, [C, F], and their numbers, [C, 1].
+
+        Args:
+            values: features or logits of the examples, [B, F].
+            classes: number of classes, C.
+        """
+        of_class = torch.eye(classes).to(values)[self.y]
+        return of_class.T @ values, of_class.sum(0)[:, None]
 
     def masked(self, k: int) -> Batch:
         """Return the same batch with the k-th set of dropout masks.

@@ -38,6 +38,8 @@ class SelectionPool(ClientPool):
     metrics: dict[str, np.ndarray]
     """Metrics "metric/NAME" that each client reported in its last round, [n] by NAME; see
     `metric`."""
+    n_rounds: np.ndarray
+    """Number of rounds in which each client's update was used, [n]."""
     size: int
     """`schedule.cohort`, the largest number of clients that may be selected."""
     round: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Self
 
@@ -23,6 +23,11 @@ Report = dict[str, Tensor]
 """A client's report: uploads by key, and metrics as "metric/NAME"."""
 
 
+def _no_net(pattern: str) -> Tensor:
+    """Refuse `problem.part` where there is no net."""
+    raise ValueError(f"this problem has no net, so it has no part '{pattern}'")
+
+
 @dataclass(frozen=True)
 class Problem:
     """Sizes of the run that a rule may use before it starts."""
@@ -39,6 +44,8 @@ class Problem:
     """Shapes of the named tensors."""
     names: tuple[str, ...] = ()
     """Names of these tensors in the net."""
+    part: Callable[[str], Tensor] = field(default=_no_net, repr=False, compare=False)
+    """Returns the mask of a part of the net, bool [P], as `Task.part` does."""
     frozen: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
     """The net's frozen parameters by name, for a server rule with `changes_frozen`; else {}."""
     n_nonempty: int = 0

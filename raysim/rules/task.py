@@ -371,7 +371,7 @@ class Task(SuggestsAttributes, ABC):
     def net(
         self,
         w: Tensor,
-        batch: Batch,
+        batch: Batch | None = None,
         mode: PassMode = "frozen",
         buffers: Tensor | None = None,
         dropout: bool = True,
@@ -382,7 +382,7 @@ class Task(SuggestsAttributes, ABC):
 
         Args:
             w: [P], the parameters.
-            batch: the mini-batch.
+            batch: the mini-batch; None for a net whose `classify` alone is called.
             mode: "frozen" or "eval".
             buffers: [Q], the BatchNorm statistics for mode "eval"; the client's own by default.
             dropout: whether mode "frozen" applies dropout.

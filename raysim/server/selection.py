@@ -36,6 +36,7 @@ class ClientHistory:
         self._loss = np.full(n_clients, np.nan)
         self._duration = np.full(n_clients, np.nan)
         self._last_round = np.full(n_clients, -1, np.int64)
+        self._n_rounds = np.zeros(n_clients, np.int64)
         self._metrics: dict[str, np.ndarray] = {}
 
     def pool(self, available: ClientPool, size: int, t: int) -> SelectionPool:
@@ -56,6 +57,7 @@ class ClientHistory:
             self._last_round[ids],
             np.full(len(ids), np.nan),
             {name: values[ids] for name, values in self._metrics.items()},
+            self._n_rounds[ids],
             size,
             t,
         )
@@ -72,6 +74,7 @@ class ClientHistory:
             self._loss[result.client] = result.loss
             self._duration[result.client] = duration[result.client]
             self._last_round[result.client] = scheduled.t
+            self._n_rounds[result.client] += 1
             for name, value in result.metrics.items():
                 # Clients of other groups, or earlier rounds, may not have reported this metric.
                 unknown = np.full(len(self._loss), np.nan)
@@ -83,6 +86,7 @@ class ClientHistory:
             "history/loss": torch.from_numpy(self._loss),
             "history/duration": torch.from_numpy(self._duration),
             "history/last_round": torch.from_numpy(self._last_round),
+            "history/n_rounds": torch.from_numpy(self._n_rounds),
             **{METRIC + name: torch.from_numpy(v) for name, v in self._metrics.items()},
         }
 
@@ -90,13 +94,14 @@ class ClientHistory:
         """Restore what `pack` returned; without it nothing is known.
 
         Args:
-            packed: tensors [N] by key: each client's last loss, duration, round and metrics. A fork
-                of a run whose server rule does not select has none.
+            packed: tensors [N] by key: each client's last loss, duration, round and metrics, and
+                its number of rounds. A fork of a run whose server rule does not select has none.
         """
         if "history/loss" in packed:
             self._loss = packed["history/loss"].numpy().copy()
             self._duration = packed["history/duration"].numpy().copy()
             self._last_round = packed["history/last_round"].numpy().copy()
+            self._n_rounds = packed["history/n_rounds"].numpy().copy()
             self._metrics = {
                 key.removeprefix(METRIC): values.numpy().copy()
                 for key, values in packed.items()

@@ -258,6 +258,7 @@ def test_what_clients_reported_is_known_after_a_checkpoint():
     pool = restored.pool(ClientPool(np.arange(3), np.array([2, 3, 0])), size=2, t=5)
     assert np.array_equal(pool.metric("U"), [np.nan, 7.0], equal_nan=True)
     assert np.array_equal(pool.duration, [np.nan, 2.5], equal_nan=True)
+    assert pool.n_rounds.tolist() == [0, 1]
     assert np.isnan(pool.metric("V")).all() and len(pool.metric("V")) == 2
 
 

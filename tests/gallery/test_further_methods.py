@@ -277,8 +277,8 @@ def test_fedpac(mode, train, overlapping):
         state = done.states[t + 1]
         check(done.xs[t + 1][:BODY], x[:BODY])  # nobody receives a classifier that is the same
         check(state["heads"], heads)
-        check(state["centroids"], np.nan_to_num(c))
-        assert np.array_equal(state["known"].ravel() > 0, ~np.isnan(c[:, 0]))
+        assert np.array_equal(np.isnan(state["prototypes"]), np.isnan(c))
+        check(np.nan_to_num(state["prototypes"]), np.nan_to_num(c))
 
         def model(i, x=x):
             return np.concatenate([x[:BODY], heads[i]])
@@ -475,13 +475,14 @@ def test_oort_paces_clips_and_explores_less_and_less(mode, train):
             duration[i] = done.engine.schedule._times.duration(i, t)
         oort.update(t, U, duration)
         state = done.states[t + 1]
-        assert state["n_rounds"].tolist() == oort.picks.tolist()
         assert state["T"].item() == pytest.approx(oort.T, rel=1e-9)
         W2 = 2 * keys["W"]
         history = [np.nan] * max(W2 - len(oort.sums), 0) + oort.sums[-W2:]
         check(state["sums"], history)
         cohorts.append(cohort)
     assert min(oort.seen.values()) > 0, oort.seen
+    known = done.engine.state.client_history.pack()
+    assert known["history/n_rounds"].tolist() == oort.picks.tolist()
     f = feed(done.engine, cohorts)
     xs = [f.x0]
     for t, cohort in enumerate(cohorts):

@@ -42,7 +42,8 @@ def pool(size: int, seen: Sequence[int] = range(6)) -> SelectionPool:
     ids = np.arange(10, 16)
     metrics = {"U": utility, "loss": loss}
     samples, other = np.array(SAMPLES), np.full(6, np.nan)
-    return SelectionPool(ids, samples, other, duration, last, other, metrics, size, round=3)
+    n_rounds = np.zeros(6, int)
+    return SelectionPool(ids, samples, other, duration, last, other, metrics, n_rounds, size, 3)
 
 
 def frequencies(server, clients: SelectionPool, state=None) -> np.ndarray:
@@ -141,12 +142,12 @@ def test_oort_cuts_large_utilities_off():
 def test_oort_does_not_prefer_clients_on_the_blacklist():
     """Of six at most one (30 %): that with the most rounds, not the other one above the limit."""
     server = rule("selection/oort.py:OortServer", T=9.0, blacklist=3, epsilon=0.0, epsilon_min=0.0)
-    state = server.init(torch.zeros(3), Problem(16, 3, 3))
-    state["n_rounds"][10], state["n_rounds"][14] = 5, 4
-    found = frequencies(server, pool(2), state)
+    clients = pool(2)
+    clients.n_rounds[[0, 4]] = 5, 4
+    found = frequencies(server, clients)
     assert found[0] == 0 < found[4]
-    state["n_rounds"][:] = 3
-    assert frequencies(server, pool(2), state)[0] > 0.5
+    clients.n_rounds[:] = 3
+    assert frequencies(server, clients)[0] > 0.5
 
 
 def test_the_pacer_of_oort():

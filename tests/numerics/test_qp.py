@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from raysim.numerics import project, project3, project_gram, qp, solve_dual
+from raysim.numerics import least_on_simplex, project, project3, project_gram, qp, solve_dual
 
 often = settings(deadline=None, max_examples=150, derandomize=True, database=None)
 
@@ -57,6 +57,18 @@ def oracle(p: np.ndarray, columns: np.ndarray) -> np.ndarray:
     if not len(unit):
         return p
     return p + unit.T @ nnls(unit.T, -p, maxiter=10_000)[0]
+
+
+@often
+@given(problems())
+def test_the_least_point_of_the_simplex(problem):
+    """Optimal are weights whose gradient 2Qz is least, and equal, where they are positive."""
+    _, columns = problem
+    Q = columns @ columns.T + np.diag(1e-3 * (1 + (columns**2).sum(1)))
+    z = least_on_simplex(Q)
+    gradient, scale = Q @ z, np.abs(Q).max()
+    assert (z >= 0).all() and z.sum() == pytest.approx(1)
+    assert gradient[z > 0].max() <= gradient.min() + 1e-9 * scale
 
 
 @often

@@ -128,6 +128,10 @@ def test_the_classifier_alone_is_that_of_the_module(kind, mode, net, batch):
     assert torch.allclose(ours, expected, rtol=0, atol=1e-12)
     gradients = [torch.autograd.grad(out.square().sum(), h)[0] for out in (ours, expected)]
     assert torch.allclose(*gradients, rtol=0, atol=1e-12)
+    without_batch = task.net(w, mode=mode)
+    assert torch.equal(without_batch.classify(h), ours)
+    with pytest.raises(ValueError, match="no batch"):
+        _ = without_batch.logits
     passed = task.net(w, batch, mode)
     assert torch.allclose(passed.classify(passed.features), passed.logits, rtol=0, atol=1e-12)
 

@@ -11,7 +11,7 @@ from support.programs import program
 
 from raysim.errors import ClientError, ConfigError
 from raysim.prepare.resolve import prepare
-from raysim.rules import Upload
+from raysim.rules import Batch, Upload
 from raysim.rules.rule import Problem
 
 LR = 0.2
@@ -79,6 +79,18 @@ def test_declared_sizes():
     assert Upload(("C", "F", 2)).resolved(sizes, torch.float32).shape == (4, 7, 2)
     with pytest.raises(ValueError, match=r'"F" \(the number of features'):
         Upload("Q")
+
+
+def test_a_problem_without_a_net_has_no_parts():
+    with pytest.raises(ValueError, match="no part 'classifier'"):
+        Problem(n_clients=9, cohort=3, size=50).part("classifier")
+
+
+def test_sums_of_classes():
+    values = torch.tensor([[1.0, 2.0], [3.0, 5.0], [10.0, 20.0]])
+    sums, counts = Batch(values, torch.tensor([2, 0, 2])).class_sums(values, 4)
+    assert sums.tolist() == [[3, 5], [0, 0], [11, 22], [0, 0]]
+    assert counts.tolist() == [[1], [0], [2], [0]]
 
 
 def test_numbers_for_the_servers_state_are_keyed():

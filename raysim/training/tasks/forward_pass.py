@@ -27,11 +27,11 @@ class ForwardPass(Net):
 
     Args:
         model: the net.
-        x: [B, ...], the inputs.
+        x: [B, ...], the inputs; None if only the classifier runs.
         call: runs the net; see `Call`.
     """
 
-    def __init__(self, model: Model, x: Tensor, call: Call):
+    def __init__(self, model: Model, x: Tensor | None, call: Call):
         self.learning_task = model.learning_task
         self._model = model
         self._x = x
@@ -40,6 +40,8 @@ class ForwardPass(Net):
         self._levels: list[Tensor] | None = [] if model.levels else None
 
     def _forward(self) -> tuple[Tensor, Tensor | None]:
+        if self._x is None:
+            raise ValueError("the net has no batch, so only classify works; pass task.net a batch")
         if self._out is None:
             self._out = self._call(self._x, 0, self._levels)
         return self._out

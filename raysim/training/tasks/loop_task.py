@@ -270,7 +270,7 @@ class LoopTask(ModelTask):
     def net(
         self,
         w: Tensor,
-        batch: Batch,
+        batch: Batch | None = None,
         mode: PassMode = "frozen",
         buffers: Tensor | None = None,
         dropout: bool = True,
@@ -284,7 +284,7 @@ class LoopTask(ModelTask):
     def _net(
         self,
         bound: BoundModel,
-        batch: Batch,
+        batch: Batch | None,
         mode: PassMode,
         buffers: Tensor | None,
         dropout: bool = True,
@@ -292,12 +292,14 @@ class LoopTask(ModelTask):
         def call(
             x: Tensor, first: int, levels: list[Tensor] | None
         ) -> tuple[Tensor, Tensor | None]:
-            out = bound.forward(x, mode, buffers, batch.drop if dropout else (), first, levels)
+            out = bound.forward(
+                x, mode, buffers, batch.drop if batch and dropout else (), first, levels
+            )
             # Taken out of the frame, which would keep the graph of the pass in memory.
             features, bound.frame.features = bound.frame.features, None
             return out, None if features is None else features.flatten(1)
 
-        return ForwardPass(self.model, batch.x, call)
+        return ForwardPass(self.model, batch and batch.x, call)
 
 
 class GradientMemo:

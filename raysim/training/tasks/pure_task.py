@@ -89,7 +89,7 @@ class PureTask(ModelTask):
     def net(
         self,
         w: Tensor,
-        batch: Batch,
+        batch: Batch | None = None,
         mode: PassMode = "frozen",
         buffers: Tensor | None = None,
         dropout: bool = True,
@@ -100,7 +100,7 @@ class PureTask(ModelTask):
     def _net(
         self,
         w: Tensor,
-        batch: Batch,
+        batch: Batch | None,
         mode: PassMode,
         buffers: Tensor | None,
         dropout: bool,
@@ -111,7 +111,7 @@ class PureTask(ModelTask):
         def call(
             x: Tensor, first: int, levels: list[Tensor] | None
         ) -> tuple[Tensor, Tensor | None]:
-            drop = batch.drop if dropout else ()
+            drop = batch.drop if batch and dropout else ()
             return forward_pass(self.model, w, x, first, levels, mode, buffers, drop, moved)
 
-        return ForwardPass(self.model, batch.x, call)
+        return ForwardPass(self.model, batch and batch.x, call)
