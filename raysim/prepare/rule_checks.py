@@ -17,12 +17,13 @@ from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.config.sections.schedule import Sync, UniformSampling
 from raysim.data.partition.groups import local_of_groups
 from raysim.errors import ConfigError, in_a_line
+from raysim.metrics import find_metric
 from raysim.models.flat import Model
 from raysim.prepare.privacy_checks import check_privacy
 from raysim.rules.contract import ClientRule, ServerRule, overridden
 from raysim.rules.errors.user_code import translate_errors
 from raysim.rules.methods import registry
-from raysim.rules.rule import Problem
+from raysim.rules.rule import Problem, place_of_metric
 from raysim.rules.uploads import declared, with_mode
 from raysim.system import startup_stages
 from raysim.system.signals import reraise_stop
@@ -39,6 +40,20 @@ ALIKE = 1.1
 """Largest ratio of the sizes of clients that an even partition makes, and that no line mentions."""
 
 
+def _check_units(section: str, half: str, rule: ClientRule | ServerRule) -> None:
+    """Raise ConfigError if a rule gives a metric of raysim another unit."""
+    registry.discover()
+    for name, _, unit in rule.logs:
+        place = place_of_metric(half, name)
+        known = find_metric(place)
+        if known is not None and not known.users_own and known.unit != unit:
+            raise ConfigError(
+                f"{section}: {half} rule '{rule.name}' logs '{name}' with the unit '{unit}', but "
+                f"raysim has a metric {place} with the unit '{known.unit}' ({known.meaning}); give "
+                "the metric another name"
+            )
+
+
 def check_rule(section: str, half: str, rule: ClientRule | ServerRule, problem: Problem) -> None:
     """Let a rule check its hyper-parameters against the problem.
 
@@ -51,6 +66,7 @@ def check_rule(section: str, half: str, rule: ClientRule | ServerRule, problem: 
     Raises:
         ConfigError: the rule refuses the problem, or its `check` fails.
     """
+    _check_units(section, half, rule)
     uploads = declared(rule.sends) if isinstance(rule, ClientRule) else {}
     for key, upload in uploads.items():
         if not problem.features and "F" in getattr(upload, "sizes", ()):

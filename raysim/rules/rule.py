@@ -150,6 +150,17 @@ def family(module: str) -> str:
     return folder if module.startswith(f"{SHIPPED_PACKAGE}.") and folder else GENERAL
 
 
+def place_of_metric(side: str, name: str) -> str:
+    """Return the name under which a run has a metric that a rule logs.
+
+    Args:
+        side: "client" or "server".
+        name: the metric's name in the rule.
+    """
+    is_size = side == "server" and name.endswith("_bytes")
+    return f"system/server_{name}" if is_size else f"{side}/{name}"
+
+
 def register(cls: type[Rule], registry: dict, suffix: str) -> None:
     """Name a rule after its class, and register it if it is shipped.
 
@@ -168,7 +179,6 @@ def register(cls: type[Rule], registry: dict, suffix: str) -> None:
     shipped = cls.__module__.startswith(f"{SHIPPED_PACKAGE}.")
     if shipped and not cls.__name__.startswith("_"):
         registry[cls.name] = cls
-    side = suffix.lower()
     logs = cls.__dict__.get("logs", ())
     if not isinstance(logs, tuple) or not all(isinstance(metric, Logged) for metric in logs):
         raise TypeError(
@@ -176,6 +186,5 @@ def register(cls: type[Rule], registry: dict, suffix: str) -> None:
             'measures"),), with the comma'
         )
     for name, meaning, unit in logs:
-        is_size = side == "server" and name.endswith("_bytes")
-        place = f"system/server_{name}" if is_size else f"{side}/{name}"
+        place = place_of_metric(suffix.lower(), name)
         metrics.declare(place, unit, meaning, cls.name, users_own=not shipped)

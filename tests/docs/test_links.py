@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from raysim.rules.methods.registry import discover
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 GENERATED = ("docs/generated/", "docs/methods/", "docs/results/")
 """Folders whose pages are written when the documentation is built."""
@@ -44,6 +46,7 @@ def test_the_documentation_links_to_the_pages_made_from_files(monkeypatch):
     pytest.importorskip("sphinx", reason="needs raysim[docs]")
     monkeypatch.syspath_prepend(REPOSITORY / "docs" / "_ext")
     pages = importlib.import_module("generated_pages")
+    discover()
     for link, expected in {
         "](../configs/gradma/README.md#a)": "](results/gradma.md#a)",
         "](../../configs/gradma/README.md)": "](../results/gradma.md)",

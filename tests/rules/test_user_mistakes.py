@@ -371,3 +371,38 @@ def test_a_shipped_file_is_used_by_its_path_and_named_if_it_binds_no_algorithm()
     assert isinstance(plan.client, ClientRule) and plan.client.name == "fedprox"
     with pytest.raises(ConfigError, match=r"it has FedProxClient; .* NAME = Algorithm\(…\)"):
         prepare("quickstart", [f"algorithm={file}"])
+
+
+LOGS = """
+from raysim.algorithms.fedavg import {side}
+from raysim.rules import Logged
+
+
+@dataclass(frozen=True)
+class Mine({side}):
+    logs = (Logged("{name}", "what I mean", "{unit}"),)
+"""
+
+
+@pytest.mark.parametrize(
+    ("side", "name", "unit", "known"),
+    [
+        ("Server", "weights_entropy", "bits", "nats"),
+        ("Server", "preferred_duration", "s", ""),
+        ("Server", "weights_entropy", "nats", None),
+        ("Server", "my_entropy", "bits", None),
+        ("Client", "weights_entropy", "bits", None),
+    ],
+)
+def test_a_metric_of_raysim_keeps_its_unit(side, name, unit, known, mine):
+    code = LOGS.format(side=f"FedAvg{side}", name=name, unit=unit)
+    other = "client" if side == "Server" else "server"
+    config = mine(code)
+    config |= {side.lower(): config.pop("algorithm")["name"], other: "fedavg"}
+    if known is None:
+        prepare(read_run_config(config, {}))
+        return
+    assert (
+        f"server rule 'mine' logs '{name}' with the unit '{unit}', but raysim has a metric "
+        f"server/{name} with the unit '{known}' (" in refused(config)
+    )
