@@ -42,6 +42,7 @@ class FedDistillClient(ClientRule):
 class FedDistillServer(ServerRule):
     """Mean logits of each class over the round's examples."""
 
+    steps_by_lr = False
     counts_equally = True
     provides = ("x", "logits")
     uploads = {"sums": "sum", "counts": "sum"}

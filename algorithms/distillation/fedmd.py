@@ -45,6 +45,7 @@ class FedMDClient(ClientRule):
 class FedMDServer(ServerRule):
     """Mean of the clients' scores."""
 
+    steps_by_lr = False
     provides = ("x", "consensus")
     uploads = {"scores": "mean"}
 

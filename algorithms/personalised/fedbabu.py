@@ -1,8 +1,9 @@
 """FedBABU (Oh et al., ICLR 2022).
 
 The classifier keeps its random start, also under weight decay: only the body is trained, sent and
-averaged. A client then fine-tunes the whole net on its own data, for its evaluation only. Clients
-know the classifier from the start, so it is never sent.
+averaged. Clients know the classifier from the start, so it is never sent. A client then fine-tunes
+the whole net on its own data, for its evaluation only: the method's result is
+`fine_tuned/accuracy`, and `clients/accuracy` that of the model before.
 
 Run: raysim run quickstart algorithm=fedbabu partition.test.fraction=0.2 evaluate.clients.every=20
 evaluate.clients.fine_tune.steps=5

@@ -74,6 +74,7 @@ class FedPACServer(fedproto.FedProtoServer):
     """A global body, and combined classifiers for each client."""
 
     counts_equally = False
+    steps_by_lr = True
     provides = ("x", "prototypes", "heads", "at")
     uploads = dict.fromkeys(("delta", "h", "V"), "per_client") | {"sums": "sum", "counts": "sum"}
 

@@ -76,6 +76,7 @@ class FedProtoClient(ClientRule):
 class FedProtoServer(ServerRule):
     """Mean features of each class over the round's examples."""
 
+    steps_by_lr = False
     counts_equally = True
     provides = ("x", "prototypes")
     uploads = {"sums": "sum", "counts": "sum"}

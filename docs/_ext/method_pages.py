@@ -68,7 +68,11 @@ def _page(method: Algorithm) -> Iterator[str]:
     about_code, rest = _about_code(docstring[1].partition("\nRun: ")[0].strip())
     yield "\n\n".join(rest) + "\n"
     yield "## Text and code\n"
-    yield "\n\n".join(about_code or [NOTHING_RECORDED]) + "\n"
+    if not about_code:
+        tests = "oracle" if path.parent.name == "algorithms" else "gallery"
+        mentioned = MENTIONS_A_DIFFERENCE.search("\n".join(rest[1:]))
+        about_code = [SAID_ABOVE if mentioned else NOTHING_RECORDED, ORACLE.format(tests)]
+    yield "\n\n".join(about_code) + "\n"
     yield from _hyperparameters(method)
     yield from _settings(method)
     yield from _configurations(method)
@@ -77,10 +81,15 @@ def _page(method: Algorithm) -> Iterator[str]:
 
 
 MENTIONS_CODE = re.compile(r"\b(code|text|printed|reconstructed)\b")
+MENTIONS_A_DIFFERENCE = re.compile(r"\b(code|paper|original)\b")
+SAID_ABOVE = (
+    "The text above says where this method differs from the paper's text or from its authors' code."
+)
 NOTHING_RECORDED = (
     "No difference between the paper's text and the code of its own authors is recorded for this "
-    "method. The oracle in `tests/oracle/` follows the text."
+    "method."
 )
+ORACLE = "The oracle in `tests/{}/` follows the text."
 LETTERS = (
     "P is the number of the net's parameters. Figures and papers write N for `partition.clients`, "
     "S for `schedule.cohort`, T for `rounds` and ω for `partition.alpha`.\n"
@@ -139,7 +148,8 @@ def _configurations(method: Algorithm) -> Iterator[str]:
     }
     if found:
         yield "## Shipped configurations\n"
-        yield f":::{{dropdown}} {len(found)} configurations name it\n"
+        count = "1 configuration names" if len(found) == 1 else f"{len(found)} configurations name"
+        yield f":::{{dropdown}} {count} it\n"
         rows = [[f"`{name}`", text.replace("|", r"\|")] for name, text in found.items()]
         yield _markdown(["configuration", "what it is"], rows)
         yield ":::\n"
@@ -162,21 +172,24 @@ def _figures(method: Algorithm) -> Iterator[str]:
             yield from filter(None, [table.caption])
             yield f"\n{_markdown(table.header, table.rows)}"
     yield from dict.fromkeys(f"{picture}\n" for table in measured for picture in table.pictures)
-    for folder, header, rows in published:
+    for folder, source, header, rows in published:
         yield f"### Published figures (`configs/{folder}/paper.csv`)\n"
-        yield ":::{dropdown} As printed in the paper\n"
+        yield f"{source}\n"
+        yield ":::{dropdown} The figures\n"
         yield _markdown(header, rows)
         yield ":::\n"
 
 
-def _published(method: str) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Yield the papers' own figures of a method: folder, header, rows."""
+def _published(method: str) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
+    """Yield published figures of a method: folder, where they are from, header, rows."""
     for path in sorted(CONFIGS.glob("*/paper.csv")):
-        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        written = path.read_text().splitlines()
+        lines = [line for line in written if not line.startswith("#")]
+        source = " ".join(line.removeprefix("#").strip() for line in written if line[:1] == "#")
         rows = [row for row in csv.DictReader(lines) if row["algorithm"] == method]
         header = [key for key in (rows[0] if rows else {}) if any(row[key] for row in rows)]
         if rows:
-            yield path.parent.name, header, [[row[key] for key in header] for row in rows]
+            yield path.parent.name, source, header, [[row[key] for key in header] for row in rows]
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> str:

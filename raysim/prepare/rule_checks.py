@@ -83,6 +83,10 @@ def check_rule(section: str, half: str, rule: ClientRule | ServerRule, problem: 
         raise ConfigError(
             f"{section}.weights: server rule '{rule.name}' counts all clients equally; leave it out"
         )
+    if isinstance(rule, ServerRule) and not rule.steps_by_lr and rule.lr != 1.0:
+        raise ConfigError(
+            f"{section}.lr: server rule '{rule.name}' makes no step of this size; leave it out"
+        )
     try:
         rule.check(problem)
     except ValueError as error:

@@ -41,6 +41,8 @@ class ServerRule(Rule):
     too, so it reaches clients, evaluation and checkpoints, and counts as traffic."""
     counts_equally: ClassVar[bool] = False
     """True if all clients count equally in `update`; other `weights` are refused."""
+    steps_by_lr: ClassVar[bool] = True
+    """False if `update` makes no step of size `lr`; another `lr` than 1 is refused."""
     attackers_key: ClassVar[str] = ""
     """Hyper-parameter with the attackers in a round that the rule is set for: an integer is their
     number, another number their share; "" for none. It is compared with the run's `groups`."""

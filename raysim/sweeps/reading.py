@@ -137,7 +137,19 @@ def trial_error(point: Mapping[str, Any], message: str) -> ConfigError:
         message: what is wrong with the trial.
     """
     title = " ".join(f"{key}={as_text(value)}" for key, value in point.items())
+    message += _hint_of_a_list(point, message)
     return ConfigError(f"trial {title}: {message}" if title else message)
+
+
+def _hint_of_a_list(point: Mapping[str, Any], message: str) -> str:
+    """Return how to sweep over a list that stands inside of a value; "" if none is refused."""
+    for key, value in point.items():
+        for inner, values in value.items() if isinstance(value, Mapping) else ():
+            if isinstance(values, list) and f"{key}.{inner}: " in message:
+                shown = {**value, inner: "VALUE"}
+                item = ", ".join(f"{k}: {as_text(v)}" for k, v in shown.items())
+                return f"; to try each of them, list {key}: {{{item}}} once for each value"
+    return ""
 
 
 def read_sweep(

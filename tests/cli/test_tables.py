@@ -65,7 +65,10 @@ def test_a_method_has_a_page(raysim_):
     assert lines[1].split() == ["paper", "Luo", "2023"]
     assert any("gradma/tune_mnist" in line for line in lines if line.startswith("configurations"))
     said = [" ".join(line.split()) for line in lines]
-    assert "algorithm.beta1 server 0.9 number or [[integer, number], ...] Momentum." in said
+    assert (
+        "algorithm.beta1 server 0.9 number ≥ 0, < 1 or [[integer, number ≥ 0, < 1], ...] Momentum."
+        in said
+    )
     assert any(line.endswith("a schedule [[round, value], ...].") for line in said)
 
 
@@ -142,7 +145,7 @@ def test_the_page_of_a_method_has_the_bounds_of_its_keys(raysim_):
     }
     values = {key.removeprefix("algorithm."): row["values"] for key, row in rows.items()}
     assert values["theta"] == "number ≥ -1, ≤ 1" and values["length"] == "integer ≥ 0, ≤ 100000"
-    assert values["lr"] == "number or [[integer, number], ...]"
+    assert values["lr"] == "number > 0 or [[integer, number > 0], ...]"
     assert values["ina"] == "true | false" and values["history"] == "float32 | float16"
 
 

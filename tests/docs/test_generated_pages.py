@@ -132,8 +132,28 @@ def test_every_method_has_a_page_with_its_hyperparameters(extension):
             for field in dataclasses.fields(rule):
                 if field.name == "weights" and getattr(rule, "counts_equally", False):
                     continue
+                if field.name == "lr" and not getattr(rule, "steps_by_lr", True):
+                    continue
                 assert f"`{field.name}`\n: " in pages[name], (name, field.name)
         assert method.paper in pages[name] and "literalinclude" in pages[name]
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("fedlesam", "The text above says where"),
+        ("fedas", "The authors' code takes the squared norms"),
+        ("fedbn", "No difference between"),
+        ("krum", "`tests/gallery/` follows the text"),
+        ("fedprox", "`tests/oracle/` follows the text"),
+        ("fednova", "number > 0 or [[integer, number > 0], ...]"),
+        ("fednova", "number ≥ 0, < 1 or [[integer, number ≥ 0, < 1], ...]"),
+        ("fedas", "1 configuration names it"),
+        ("median", "read by eye: Blades publishes no numbers"),
+    ],
+)
+def test_a_method_page_says(method, said, extension):
+    assert said in extension("method_pages").pages()[method]
 
 
 def test_a_method_page_has_the_figures_of_rows_and_of_columns_with_their_commands(extension):

@@ -48,6 +48,9 @@ def test_fedbabu(mode, train):
         return w
 
     assert distance(done.xs, done.averaged(local)) < 1e-9
+    used = sum(map(len, done.feed.cohorts))
+    for direction in ("bytes_up", "bytes_down"):
+        assert done.records[-1][direction] == used * BODY * 8, "the classifier is never sent"
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -406,3 +406,12 @@ def test_a_metric_of_raysim_keeps_its_unit(side, name, unit, known, mine):
         f"server rule 'mine' logs '{name}' with the unit '{unit}', but raysim has a metric "
         f"server/{name} with the unit '{known}' (" in refused(config)
     )
+
+
+@pytest.mark.parametrize("name", ["fedproto", "feddistill"])
+def test_a_step_size_that_does_nothing_is_refused(name, mine):
+    config = mine("", name="") | {"algorithm": {"name": name, "lr": 0.5}, "model": "mlp"}
+    said = refused(config)
+    assert said.startswith(f"algorithm.lr: server rule '{name}' makes no step of this size; leave")
+    config["algorithm"]["lr"] = 1.0
+    prepare(read_run_config(config, {}))

@@ -357,6 +357,20 @@ def test_mistakes_come_before_anything_starts(here, section, overrides, said, ca
     assert sorted(path.name for path in here.iterdir()) == ["config.yaml"]
 
 
+@pytest.mark.parametrize(
+    ("item", "hint"),
+    [
+        ({"name": "fedprox", "mu": [0.1, 1.0]}, "list algorithm: {name: fedprox, mu: VALUE} once"),
+        ({"name": "fedprox", "mu": -1}, None),
+    ],
+)
+def test_a_list_inside_of_a_value_says_how_to_sweep_over_it(item, hint, here):
+    with pytest.raises(ConfigError, match=r"algorithm\.mu: ") as error:
+        prepare_sweep({**SMALL, "sweep": {"algorithm": ["fedavg", item]}})
+    assert ("for each value" in str(error.value)) == (hint is not None)
+    assert hint is None or hint in str(error.value)
+
+
 CLAIM = {"says": "a", "left": {}, "is": "above", "right": {"where": {"algorithm": "fedavg"}}}
 
 

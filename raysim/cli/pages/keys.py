@@ -71,8 +71,9 @@ def keys_of(part: type[Any], settings: Mapping[str, Any] | None = None) -> list[
             meanings.get(field.name, ""),
         )
         for field in dataclasses.fields(part)
-        # A server rule that counts clients equally refuses weights.
+        # A server rule that counts clients equally refuses weights, one without steps lr.
         if not (field.name == "weights" and getattr(part, "counts_equally", False))
+        and not (field.name == "lr" and not getattr(part, "steps_by_lr", True))
     ]
 
 

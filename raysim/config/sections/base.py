@@ -13,6 +13,7 @@ from pydantic import (
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     WrapValidator,
 )
 from pydantic_core import PydanticCustomError
@@ -70,6 +71,14 @@ def _unit_throughout(value: Any) -> Any:
     return value
 
 
+def _schema_within(**bounds: float) -> WithJsonSchema:
+    """Return the JSON Schema of a number or schedule within bounds, which validators check."""
+    number = {"type": "number", **bounds}
+    pair = {"type": "array", "prefixItems": [{"type": "integer"}, number]}
+    pair |= {"minItems": 2, "maxItems": 2}
+    return WithJsonSchema({"anyOf": [number, {"type": "array", "items": pair}]})
+
+
 if TYPE_CHECKING:  # a rule sees the number that is due in its round
     Scheduled = float
     PositiveScheduled = float
@@ -77,8 +86,12 @@ if TYPE_CHECKING:  # a rule sees the number that is due in its round
 else:
     Scheduled = Annotated[float | list[tuple[int, float]], WrapValidator(_scheduled)]
     """A number, or a piecewise-constant schedule over rounds: a list of [first round, value]."""
-    PositiveScheduled = Annotated[Scheduled, AfterValidator(_positive_throughout)]
-    UnitScheduled = Annotated[Scheduled, AfterValidator(_unit_throughout)]
+    PositiveScheduled = Annotated[
+        Scheduled, AfterValidator(_positive_throughout), _schema_within(exclusiveMinimum=0)
+    ]
+    UnitScheduled = Annotated[
+        Scheduled, AfterValidator(_unit_throughout), _schema_within(minimum=0, exclusiveMaximum=1)
+    ]
     """A factor of decay: at least 0, below 1."""
 
 
