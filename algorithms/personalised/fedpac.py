@@ -75,17 +75,18 @@ class FedPACServer(fedproto.FedProtoServer):
 
     counts_equally = False
     steps_by_lr = True
-    provides = ("x", "prototypes", "heads", "at")
+    provides = ("x", "prototypes", "known", "heads", "at")
     uploads = dict.fromkeys(("delta", "h", "V"), "per_client") | {"sums": "sum", "counts": "sum"}
 
     def init(self, x0, problem):
         at = problem.part("classifier").nonzero()[:, 0].to(x0.device)
         heads = x0[at].repeat(problem.n_clients, 1)
-        return {**super().init(x0, problem), "heads": heads, "at": at}
+        start = {key: v.nan_to_num() for key, v in super().init(x0, problem).items()}
+        return {**start, "known": x0.new_zeros(problem.classes, 1), "heads": heads, "at": at}
 
     def sent_to(self, shared, client):
         x = shared["x"].index_copy(0, shared["at"], shared["heads"][client])
-        return {"x": x, "prototypes": shared["prototypes"]}
+        return {"x": x, "prototypes": shared["prototypes"].where(shared["known"] > 0, torch.nan)}
 
     def update(self, state, reports):
         at, ids = state["at"], reports.ids
@@ -95,7 +96,8 @@ class FedPACServer(fedproto.FedProtoServer):
         heads = state["heads"].clone()
         heads[ids] = torch.stack(weights).to(heads) @ trained
         x = state["x"] - self.lr * reports.mean("delta")  # its classifier goes to nobody
-        return {**super().update(state, reports), "x": x, "heads": heads}
+        known = torch.maximum(state["known"], (reports.sum("counts") > 0).to(x))
+        return {**super().update(state, reports), "x": x, "known": known, "heads": heads}
 
 
 Algorithm(

@@ -70,6 +70,8 @@ def _with_links_from_here(path: Path) -> str:
     def link(found: re.Match[str]) -> str:
         target, hash_, anchor = found[1].partition("#")
         file = (path.parent / target).resolve()
+        if file == REPOSITORY / "CONTRIBUTING.md":
+            return f"](../contributing.md{hash_}{anchor})"
         if file.name == "CLAIMS.md":
             return f"](claims.md{hash_}{anchor})"
         if file.name == "README.md" and file.parent.parent == CONFIGS:

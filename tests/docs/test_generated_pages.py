@@ -138,22 +138,20 @@ def test_every_method_has_a_page_with_its_hyperparameters(extension):
         assert method.paper in pages[name] and "literalinclude" in pages[name]
 
 
-@pytest.mark.parametrize(
-    ("method", "said"),
-    [
+def test_a_method_page_says_where_it_differs_and_what_bounds_its_keys(extension):
+    pages = extension("method_pages").pages()
+    for method, said in [
         ("fedlesam", "The text above says where"),
         ("fedas", "The authors' code takes the squared norms"),
-        ("fedbn", "No difference between"),
+        ("fedper", "No difference between"),
         ("krum", "`tests/gallery/` follows the text"),
         ("fedprox", "`tests/oracle/` follows the text"),
         ("fednova", "number > 0 or [[integer, number > 0], ...]"),
         ("fednova", "number ≥ 0, < 1 or [[integer, number ≥ 0, < 1], ...]"),
         ("fedas", "1 configuration names it"),
         ("median", "read by eye: Blades publishes no numbers"),
-    ],
-)
-def test_a_method_page_says(method, said, extension):
-    assert said in extension("method_pages").pages()[method]
+    ]:
+        assert said in pages[method], (method, said)
 
 
 def test_a_method_page_has_the_figures_of_rows_and_of_columns_with_their_commands(extension):
@@ -175,6 +173,7 @@ def test_links_of_readmes_lead_where_they_did(extension):
     pages = extension("result_pages").pages()
     assert "](../../configs/gradma/pictures/full_table1_mnist.png)" in pages["gradma"]
     assert "](gradma.md)" in pages["claims"]
+    assert "](../contributing.md#a-result-that-anybody-can-check)" in pages["robust"]
 
 
 def test_a_page_with_generated_parts_says_where_a_checkout_has_them():
