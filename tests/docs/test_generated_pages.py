@@ -145,7 +145,6 @@ def test_a_method_page_says_where_it_differs_and_what_bounds_its_keys(extension)
         ("fedas", "The authors' code takes the squared norms"),
         ("fedper", "No difference between"),
         ("krum", "`tests/gallery/` follows the text"),
-        ("fedprox", "`tests/oracle/` follows the text"),
         ("fednova", "number > 0 or [[integer, number > 0], ...]"),
         ("fednova", "number ≥ 0, < 1 or [[integer, number ≥ 0, < 1], ...]"),
         ("fedas", "1 configuration names it"),
