@@ -89,12 +89,11 @@ class FedPACServer(fedproto.FedProtoServer):
         return {"x": x, "prototypes": shared["prototypes"].where(shared["known"] > 0, torch.nan)}
 
     def update(self, state, reports):
-        at, ids = state["at"], reports.ids
-        trained = state["heads"][ids] - reports.per_client("delta")[:, at]
+        trained = state["heads"][reports.ids] - reports.per_client("delta")[:, state["at"]]
         h, V = reports.per_client("h").double(), reports.per_client("V").double()[:, 0]
-        weights = [combination(h, V.clamp(min=LEAST_VARIANCE), i) for i in range(len(ids))]
+        weights = [combination(h, V.clamp(min=LEAST_VARIANCE), i) for i in range(len(V))]
         heads = state["heads"].clone()
-        heads[ids] = torch.stack(weights).to(heads) @ trained
+        heads[reports.ids] = torch.stack(weights).to(heads) @ trained
         x = state["x"] - self.lr * reports.mean("delta")  # its classifier goes to nobody
         known = torch.maximum(state["known"], (reports.sum("counts") > 0).to(x))
         return {**super().update(state, reports), "x": x, "known": known, "heads": heads}
