@@ -11,7 +11,7 @@ from raysim.errors import ConfigError, in_a_line
 from raysim.rules.batch import Batch
 from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.loss_task import LossTask
-from raysim.rules.tasks.shipped_tasks import TASKS, Classification, Regression
+from raysim.rules.tasks.shipped_tasks import TASKS, Classification, Multilabel, Regression
 from raysim.system.signals import reraise_stop
 
 
@@ -41,8 +41,9 @@ def check_outputs(
             "which a loss function takes apart"
         )
     got = list(outputs.shape)
-    # A net for one number may leave out the dimension of its only column.
-    is_squeezed = isinstance(task, Regression) and got == [2] and shape == (1,)
+    # A net for one number, or one label, may leave out the dimension of its only column.
+    has_columns = isinstance(task, Regression | Multilabel)
+    is_squeezed = has_columns and got == [2] and shape == (1,)
     if is_squeezed or (got[:1] == [2] and shape in (None, tuple(got[1:]))):
         return
     fix = ""

@@ -129,6 +129,15 @@ CASES = {
         lambda o, y: F.binary_cross_entropy_with_logits(o.squeeze(1), y.to(o)),
         LABELS % 2,
     ),
+    "one weighted logit": Case(
+        dense(1), nn.BCEWithLogitsLoss(pos_weight=torch.tensor([3.0])), LABELS[:, None] % 2.0
+    ),
+    "net flattens a logit": Case(dense(1, nn.Flatten(0)), nn.BCEWithLogitsLoss(), LABELS % 2.0),
+    "computes in float32": Case(
+        dense(1),
+        lambda o, y: F.binary_cross_entropy_with_logits(o.flatten().float(), y.float()).double(),
+        LABELS % 2,
+    ),
     "whole numbers": Case(dense(1), lambda o, y: F.mse_loss(o.squeeze(1), y.to(o)), LABELS),
     "couples": Case(dense(1), correlation, NUMBERS),
     "net squeezes": Case(Squeezes, nn.MSELoss(), NUMBERS),
@@ -199,6 +208,28 @@ def test_a_loss_gets_what_a_plain_loop_gives_it(case):
     with torch.no_grad():
         loss = float(function(server.eval()(tensor(case.x[N:])), tensor(case.y[N:])))
     assert result.history[-1]["loss"] == pytest.approx(loss, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("loss", "y", "is_label"),
+    [
+        (nn.BCEWithLogitsLoss(), LABELS % 2, True),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor([3.0])), LABELS % 2.0, True),
+        (lambda o, y: F.binary_cross_entropy_with_logits(o[:, 0], y), LABELS % 2, True),
+        (nn.SoftMarginLoss(), LABELS % 2, False),  # its labels are 1 and -1
+        (nn.MSELoss(), LABELS % 2, False),
+        (nn.BCEWithLogitsLoss(), LABELS / 2, False),
+    ],
+)
+def test_one_logit_of_zeros_and_ones_has_the_metrics_of_a_label(loss, y, is_label):
+    result = raysim.run(config(Case(dense(1), loss, y)), tracking=False)
+    last = result.history[-1]
+    assert ("subset_accuracy" in last, "mse" in last) == (is_label, not is_label)
+    if is_label:
+        with torch.no_grad():
+            logits = result.net().double()(tensor(X[N:])).flatten()
+        right = (logits > 0).numpy() == (y[N:] > 0)
+        assert last["subset_accuracy"] == pytest.approx(right.mean())
 
 
 @pytest.mark.parametrize("mode", ["lanes", "loop"])

@@ -303,6 +303,7 @@ def _same(
     expected = torch.zeros_like(gradient).index_copy(0, part, own_gradient)
     scale = float(expected.abs().nan_to_num(0.0).max())
     scale = max(scale if scale < torch.inf else 0.0, 1e-12)
+    own = own.to(total)  # the function may compute in another type
     return torch.allclose(total, own, tolerance, tolerance, equal_nan=True) and torch.allclose(
         gradient, expected, tolerance, tolerance * scale, equal_nan=True
     )

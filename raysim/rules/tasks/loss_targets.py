@@ -19,6 +19,12 @@ from raysim.rules.tasks.user_loss import UserLoss
 MAX_CLASSES = 1_000_000
 """Largest number of classes for which labels outside of them are looked for."""
 
+CERTAIN = 40.0
+"""A logit at which a label is certain."""
+
+NOTHING = 1e-6
+"""A loss below it is none."""
+
 MAX_OUTSIDE_LABELS = 16
 """Largest number of different labels outside of the classes that a loss may ignore."""
 
@@ -111,6 +117,28 @@ def _ignores(loss: UserLoss, label: int, others: np.ndarray, classes: int) -> bo
         without, beside = value_or_none(loss, outputs[:-1], y), value_or_none(loss, outputs, longer)
         if without is not None and beside is not None:
             return bool(torch.allclose(without, beside, tolerance_of(dtype), 0.0))
+    return False
+
+
+def takes_logits(loss: UserLoss, y: np.ndarray) -> bool:
+    """Return whether a function takes logits of labels that are 0 or 1, such as BCEWithLogitsLoss.
+
+    It costs nothing to be certain and right, as it does with squared errors, and much to be certain
+    and wrong.
+
+    Args:
+        loss: the loss function.
+        y: targets of the data, [n].
+    """
+    if not len(y) or not np.isin(y, (0, 1)).all():
+        return False
+    for dtype in TYPES:
+        logits = torch.tensor([[CERTAIN], [-CERTAIN]], dtype=dtype)
+        labels = (logits > 0).to(dtype)
+        for targets in (labels, labels[:, 0]):
+            right, wrong = (value_or_none(loss, sign * logits, targets) for sign in (1, -1))
+            if right is not None and wrong is not None:
+                return bool(right.abs().max() < NOTHING and wrong.min() > 1)
     return False
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from raysim.rules.batch import Batch
 from raysim.rules.tasks.learning_task import LearningTask, LossReduction, TaskData
 from raysim.rules.tasks.loss_reading import agrees, read_labels, read_numbers
-from raysim.rules.tasks.loss_targets import class_labels, ignored_token, takes_numbers
+from raysim.rules.tasks.loss_targets import class_labels, ignored_token, takes_logits, takes_numbers
 from raysim.rules.tasks.shipped_tasks import TASKS
 from raysim.rules.tasks.user_loss import (
     LossFunction,
@@ -199,7 +199,8 @@ def task_like(function: LossFunction, data: TaskData) -> str:
     """Return the name of the shipped task whose data these are, for a loss function.
 
     Integer labels are those of `classification` if the function takes them beside one output for
-    each class, else numbers for `regression`. What fits no shipped task is `ANY`.
+    each class, else numbers for `regression`. Zeros and ones are one label of `multilabel` if the
+    function takes its logits. What fits no shipped task is `ANY`.
 
     Args:
         function: the loss function, of outputs and targets.
@@ -209,6 +210,8 @@ def task_like(function: LossFunction, data: TaskData) -> str:
     if y.ndim == 2 and {x.dtype.kind, y.dtype.kind} <= {*"iu"} and x.shape == y.shape:
         return "next_token"
     loss = UserLoss(function)
+    if y.ndim == 1 and takes_logits(loss, y):
+        return "multilabel"
     if class_labels(loss, data) is not None:
         return "classification"
     if y.ndim > 2:

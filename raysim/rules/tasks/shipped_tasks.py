@@ -60,7 +60,7 @@ class Classification(LearningTask):
 class Multilabel(LearningTask):
     """Any number of labels for each example; binary cross-entropy, averaged over the labels.
 
-    The net gives logits [B, labels]; y are zeros and ones, [n, labels].
+    The net gives logits [B, labels]; y are zeros and ones, [n, labels], or [n] for one label.
     """
 
     config_name: ClassVar = "multilabel"
@@ -73,32 +73,37 @@ class Multilabel(LearningTask):
     }
 
     def check(self, data: TaskData) -> None:
-        """Check that the targets are zeros and ones, [n, labels]. See `LearningTask.check`."""
+        """Check that the targets are zeros and ones, [n, labels] or [n].
+
+        See `LearningTask.check`.
+        """
         for half, _, y in data.halves():
-            if y.ndim != 2 or y.shape[1:] != data.y.shape[1:]:
+            if y.ndim not in (1, 2) or y.shape[1:] != data.y.shape[1:]:
                 raise ValueError(
                     f"the {half} examples have y of shape {list(y.shape)}, expected "
-                    "zeros and ones of shape [n, labels]"
+                    "zeros and ones of shape [n, labels] or [n]"
                 )
             wrong = np.argwhere((y != 0) & (y != 1))
             if len(wrong):
-                i, j = wrong[0]
+                i, *label = wrong[0]
+                of_label = f" for label {label[0]}" if label else ""
                 raise ValueError(
-                    f"y of {half} example {i} has the value {y[i, j]} for label {j}, "
+                    f"y of {half} example {i} has the value {y[tuple(wrong[0])]}{of_label}, "
                     "expected 0 or 1"
                 )
 
     def outputs(self, data: TaskData) -> int:
         """Return the number of labels. See `LearningTask.outputs`."""
-        return data.y.shape[1]
+        return data.y.shape[1] if data.y.ndim == 2 else 1
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the binary cross-entropy of each example, averaged over the labels, [B].
 
         See `LearningTask.loss`.
         """
-        y = batch.y.to(outputs.dtype)
-        return F.binary_cross_entropy_with_logits(outputs, y, reduction="none").mean(1)
+        y = batch.y.to(outputs.dtype).reshape(outputs.shape)
+        losses = F.binary_cross_entropy_with_logits(outputs, y, reduction="none")
+        return losses.reshape(len(y), -1).mean(1)
 
 
 @dataclass(frozen=True)

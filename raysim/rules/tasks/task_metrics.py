@@ -108,12 +108,17 @@ def mean_auc(scores: np.ndarray, truth: np.ndarray) -> float:
     return float(np.mean(areas)) if areas else float("nan")
 
 
+def _columns(values: Tensor) -> Tensor:
+    """Return outputs or targets as [B, columns]; those of one column may be [B]."""
+    return values.reshape(len(values), -1)
+
+
 class SubsetAccuracy(TaskMetric):
     """Share of the examples of which every label is right."""
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return hits, [B]. See `TaskMetric.rows`."""
-        return ((outputs > 0) == (y > 0)).all(1)
+        return (_columns(outputs > 0) == _columns(y > 0)).all(1)
 
 
 class _MultilabelCounts(TaskMetric):
@@ -121,7 +126,7 @@ class _MultilabelCounts(TaskMetric):
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return predictions and truth, bool [B, 2, labels]."""
-        return torch.stack([outputs > 0, y > 0], 1)
+        return torch.stack([_columns(outputs > 0), _columns(y > 0)], 1)
 
     def _counts(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the true positives of each label, and predictions plus true labels."""
@@ -151,7 +156,7 @@ class MultilabelAuc(TaskMetric):
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return logits and truth, [B, 2, labels]. See `TaskMetric.rows`."""
-        return torch.stack([outputs, (y > 0).to(outputs.dtype)], 1)
+        return torch.stack([_columns(outputs), _columns(y > 0).to(outputs.dtype)], 1)
 
     def value(self, rows: np.ndarray) -> float:
         """Return the mean area. See `TaskMetric.value`."""
@@ -165,8 +170,7 @@ class _Errors(TaskMetric):
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return predictions and targets, float64 [B, 2, columns]."""
-        rows = [values.double().reshape(len(y), -1) for values in (outputs, y)]
-        return torch.stack(rows, 1)
+        return torch.stack([_columns(outputs.double()), _columns(y.double())], 1)
 
 
 class MeanSquaredError(_Errors):
