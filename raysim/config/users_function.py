@@ -63,20 +63,24 @@ def _check_arguments(
 ) -> None:
     """Raise ConfigError if a key is no argument of the function, or an argument is missing."""
     try:
-        signature = inspect.signature(function)
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # of a function without a signature
         return
-    try:
-        signature.bind(*[None] * n_given, **keys)
-    except TypeError as error:
-        known = list(signature.parameters)[n_given:]
-        for key in keys:
-            if key not in known:
-                hint = did_you_mean(key, known)
-                raise ConfigError(f"{section}.{key}: unknown key of '{name}'{hint}") from None
+    variable = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    variable &= {parameter.kind for parameter in parameters.values()}
+    named = {key: p for key, p in parameters.items() if p.kind not in variable}
+    if len(named) < n_given and not variable:
         raise ConfigError(
-            f"{section}.name: {name}: {error}; its arguments are the keys of {section}"
-        ) from None
+            f"{section}.name: {name} takes {len(named)} arguments; it is called with {n_given}"
+        )
+    known = list(named)[n_given:]
+    unknown = [key for key in keys if key not in known]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in variable:
+        key = unknown[0]
+        raise ConfigError(f"{section}.{key}: unknown key of '{name}'{did_you_mean(key, known)}")
+    for key in known:
+        if named[key].default is inspect.Parameter.empty and key not in keys:
+            raise ConfigError(f"{section}.{key}: missing; '{name}' needs it")
 
 
 def _line_of(error: BaseException) -> str:
