@@ -89,7 +89,11 @@ def test_completion_of_what_is_listed():
         context = SimpleNamespace(params={"listing": listing})
         return [text for text, _ in complete_listed(context, incomplete)]
 
-    assert names("stages", "to") == ["topk"] and names("optimizers", "ad") == ["adam", "adamw"]
+    assert names("stages", "to") == ["topk"] and names("optimizers", "ad") == [
+        "adagrad",
+        "adam",
+        "adamw",
+    ]
     assert names("probes", "") == list(BUILT_IN_PROBES) and names("metrics", "") == []
 
 

@@ -377,7 +377,7 @@ def test_parameters_of_another_shape_are_refused(setup, rules):
     setup |= {"client": f"{rules}:Short", "server": "fedavg"}
     del setup["algorithm"]
     with pytest.raises(
-        ConfigError, match=r"client\.name: evaluated of .* 'short' returns a Tensor"
+        ConfigError, match=r"client\.name: evaluated of .* 'short' returns parameters as"
     ):
         raysim.run(setup)
 
