@@ -79,7 +79,7 @@ class FedPACServer(fedproto.FedProtoServer):
     uploads = dict.fromkeys(("delta", "h", "V"), "per_client") | {"sums": "sum", "counts": "sum"}
 
     def init(self, x0, problem):
-        at = problem.part("classifier").nonzero()[:, 0].to(x0.device)
+        at = problem.classifier_positions.to(x0.device)
         heads = x0[at].repeat(problem.n_clients, 1)
         start = {key: v.nan_to_num() for key, v in super().init(x0, problem).items()}
         return {**start, "known": x0.new_zeros(problem.classes, 1), "heads": heads, "at": at}

@@ -462,6 +462,13 @@ class Model:
         parts = [torch.full((n,), c) for c, n in zip(chosen, self.segments, strict=True)]
         return torch.cat(parts).to(self.device)
 
+    @property
+    def classifier_names(self) -> tuple[str, ...]:
+        """Names of the classifier's trained parameters in the user's net; () without one."""
+        own = set(self.classifier.parameters()) if self.classifier else set()
+        trained = zip(self.names, self._trained(), strict=True)
+        return tuple(name.removeprefix("0.") for name, parameter in trained if parameter in own)
+
     def with_precision(self, precision: Precision) -> Model:
         """Return this model with passes that compute in another precision.
 

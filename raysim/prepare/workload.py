@@ -147,7 +147,7 @@ def build_problem(
         segments=model.segments,
         shapes=tuple(model.shapes),
         names=tuple(name.removeprefix("0.") for name in model.names),
-        part=model.part,
+        classifier=model.classifier_names,
         frozen=frozen_parameters(rules.server, model),
         n_nonempty=clients.n_nonempty,
         model=config.model.name,

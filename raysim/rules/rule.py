@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Self
 
+import torch
 from numpy.random import Generator
 from pydantic import ConfigDict
 from torch import Tensor
@@ -21,11 +22,6 @@ State = dict[str, Tensor]
 """Tensors by name, with fixed keys and shapes."""
 Report = dict[str, Tensor]
 """A client's report: uploads by key, and metrics as "metric/NAME"."""
-
-
-def _no_net(pattern: str) -> Tensor:
-    """Refuse `problem.part` where there is no net."""
-    raise ValueError(f"this problem has no net, so it has no part '{pattern}'")
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,8 @@ class Problem:
     """Shapes of the named tensors."""
     names: tuple[str, ...] = ()
     """Names of these tensors in the net."""
-    part: Callable[[str], Tensor] = field(default=_no_net, repr=False, compare=False)
-    """Returns the mask of a part of the net, bool [P], as `Task.part` does."""
+    classifier: tuple[str, ...] = ()
+    """Those of the classifier, the last linear layer with one output per class; () without one."""
     frozen: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
     """The net's frozen parameters by name, for a server rule with `changes_frozen`; else {}."""
     n_nonempty: int = 0
@@ -68,6 +64,13 @@ class Problem:
     """Clients that never train (`evaluate.clients.held_out`)."""
     n_public: int = 0
     """Public examples of the data set; 0 without any."""
+
+    @property
+    def classifier_positions(self) -> Tensor:
+        """Positions of the classifier's parameters in the flat vector, int64 [k]."""
+        positions = torch.arange(self.size).split(list(self.segments))
+        own = [p for name, p in zip(self.names, positions, strict=True) if name in self.classifier]
+        return torch.cat(own) if own else torch.arange(0)
 
     def rng(self, stream: str) -> Generator:
         """Return a generator that is keyed by seed and stream, for a server rule's `init`.

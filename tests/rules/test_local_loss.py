@@ -81,9 +81,11 @@ def test_declared_sizes():
         Upload("Q")
 
 
-def test_a_problem_without_a_net_has_no_parts():
-    with pytest.raises(ValueError, match="no part 'classifier'"):
-        Problem(n_clients=9, cohort=3, size=50).part("classifier")
+def test_positions_of_the_classifier():
+    names = {"names": ("a", "b.weight", "b.bias"), "segments": (3, 4, 2)}
+    problem = Problem(n_clients=9, cohort=3, size=9, classifier=("b.weight", "b.bias"), **names)
+    assert problem.classifier_positions.tolist() == [3, 4, 5, 6, 7, 8]
+    assert Problem(n_clients=9, cohort=3, size=9, **names).classifier_positions.tolist() == []
 
 
 def test_sums_of_classes():
