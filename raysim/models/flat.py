@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +29,11 @@ from raysim.models.batchnorm_statistics import (
 from raysim.models.comparison import same_values
 from raysim.models.first_outputs import check_first_loss, check_outputs
 from raysim.models.keyed_layers import (
+    DropoutCalls,
     DropoutMask,
     ForwardContext,
     NoteFeatures,
+    dropout_masks,
     set_keyed_forwards,
 )
 from raysim.models.parts import classifier_of, own_name, parameters_in_part
@@ -46,9 +47,6 @@ from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.shipped_tasks import Classification
 from raysim.system.global_generators import GlobalGenerators, generators_kept, seed_generators
 from raysim.system.signals import reraise_stop
-
-Calls = list[tuple[nn.Module, tuple[int, ...]]]
-"""The layer and the shape of the mask of each call of a dropout."""
 
 
 class Model:
@@ -127,26 +125,25 @@ class Model:
             raise ConfigError("model: the net has no trainable parameters")
         self.classifier = classifier_of(self.module, classes)
         """The last linear layer with one output per class."""
+        self.classifier_names = self._classifier_names()
+        """Names of its trained parameters in the user's net; () without a classifier."""
         self._frozen_values: list[Tensor] = []
         """The values of the last `set_frozen`; a list that models of all precisions share."""
         self.frozen_statistics = False
         """True if normalisation layers use their running statistics in all modes."""
-        size_below_classifier = 0
         if self.classifier is not None:
             paths = {module: path for path, module in root.named_modules()}
             root.classifier = paths[self.classifier]
             self.classifier.register_forward_pre_hook(NoteFeatures(self.frame))
-            classifier_size = sum(
-                p.numel() for p in self.classifier.parameters() if p.requires_grad
-            )
-            size_below_classifier = self.size - classifier_size
         self.output_shape = self.learning_task.output_shape(shape, classes)
         """Shape of the output for one example; None if any will do."""
         is_vector = self.output_shape is not None and len(self.output_shape) == 1
-        self.has_features = size_below_classifier > 0 and is_vector
-        """Whether the net ends in a linear classifier on a learnt representation of an example."""
-        self.features = self.classifier.in_features if self.has_features and self.classifier else 0
-        """F, the size of that representation; 0 if there is none."""
+        is_learned = len(self.classifier_names) < len(self.names)
+        self.features = self.classifier.in_features if self.classifier else 0
+        """F, the size of the learned representation of an example; 0 without a linear classifier on
+        one."""
+        if not (is_learned and is_vector):
+            self.features = 0
         self.dropouts = self._dry_run()
         """The mask of every dropout, in the order of calls; none for one of rate 0."""
 
@@ -176,30 +173,14 @@ class Model:
         check_outputs(outputs, self.output_shape, self.learning_task, self.label)
         if self.sample is not None:
             check_first_loss(self.learning_task, outputs, Batch(*self._real(2)))
-        return self._dropouts(of_two, of_three)
-
-    def _dropouts(self, of_two: Calls, of_three: Calls) -> list[DropoutMask]:
-        """Return the masks of dropouts from their calls for two and for three examples."""
-        masks: list[DropoutMask] = []
-        for (layer, two), (_, three) in zip_longest(of_two, of_three, fillvalue=(None, ())):
-            rate = getattr(layer, "p", 0.0)
-            mask = DropoutMask.of(two, three, rate)
-            if mask is None:
-                raise ConfigError(
-                    f"{self.label} calls a dropout of rate {rate:g} on tensors of shape "
-                    f"{list(two)} for two examples and {list(three)} for three, so that masks "
-                    "cannot be drawn before a pass; let the shape follow from the number of "
-                    "examples, or set the rate to 0"
-                )
-            masks.append(mask)
-        return masks
+        return dropout_masks(of_two, of_three, self.label)
 
     @property
     def masks_are_of_examples(self) -> bool:
         """True if each example has masks of its own, along their first dimension."""
         return not self.draws and all(mask.is_of_examples for mask in self.dropouts)
 
-    def _first_pass(self, x: Tensor) -> tuple[Tensor, Calls]:
+    def _first_pass(self, x: Tensor) -> tuple[Tensor, DropoutCalls]:
         """Return the outputs for inputs x, and the calls of dropouts; choose the memory format."""
         bound = BoundModel(self)
         bound.frame.probe = []
@@ -463,8 +444,12 @@ class Model:
         return torch.cat(parts).to(self.device)
 
     @property
-    def classifier_names(self) -> tuple[str, ...]:
-        """Names of the classifier's trained parameters in the user's net; () without one."""
+    def has_features(self) -> bool:
+        """True if the net ends in a linear classifier on a learned representation of an example."""
+        return self.features > 0
+
+    def _classifier_names(self) -> tuple[str, ...]:
+        """Return the names of the classifier's trained parameters in the user's net."""
         own = set(self.classifier.parameters()) if self.classifier else set()
         trained = zip(self.names, self._trained(), strict=True)
         return tuple(name.removeprefix("0.") for name, parameter in trained if parameter in own)

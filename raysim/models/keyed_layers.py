@@ -12,12 +12,14 @@ import copy
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from raysim.errors import ConfigError
 from raysim.rules.task import PassMode
 
 
@@ -294,6 +296,35 @@ class DropoutMask:
         sizes = tuple(b - a if a != b else a for a, b in zip(two, three, strict=True))
         mask = cls(sizes, grows, rate)
         return mask if (mask.shape(2), mask.shape(3)) == (two, three) else None
+
+
+DropoutCalls = list[tuple[nn.Module, tuple[int, ...]]]
+"""The layer and the shape of the mask of each call of a dropout."""
+
+
+def dropout_masks(of_two: DropoutCalls, of_three: DropoutCalls, label: str) -> list[DropoutMask]:
+    """Return the masks of a net's dropouts, in the order of the calls.
+
+    Args:
+        of_two: the calls for two examples.
+        of_three: the calls for three examples.
+        label: beginning of a message about the net.
+
+    Raises:
+        ConfigError: the shape of a mask does not follow from the number of examples.
+    """
+    masks: list[DropoutMask] = []
+    for (layer, two), (_, three) in zip_longest(of_two, of_three, fillvalue=(None, ())):
+        rate = getattr(layer, "p", 0.0)
+        mask = DropoutMask.of(two, three, rate)
+        if mask is None:
+            raise ConfigError(
+                f"{label} calls a dropout of rate {rate:g} on tensors of shape {list(two)} for two "
+                f"examples and {list(three)} for three, so that masks cannot be drawn before a "
+                "pass; let the shape follow from the number of examples, or set the rate to 0"
+            )
+        masks.append(mask)
+    return masks
 
 
 def has_own_forward(module: nn.Module) -> bool:

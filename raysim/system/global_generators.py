@@ -1,6 +1,6 @@
-"""The global random generators: no code of a run draws from them, but for nets in training.
+"""The global random generators of torch, NumPy and Python.
 
-A run seeds them before each training pass of a net that draws from them.
+Only nets in training may draw from them. A run seeds them before each training pass of such a net.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class StoresActivations(Cooler):
 
 
 class KeepsConstants(Cooler):
-    """What it keeps follows from the shape of the inputs."""
+    """Keeps a constant that depends only on the number of examples."""
 
     def forward(self, x):
         if not hasattr(self, "positions") or len(self.positions) != len(x):

@@ -99,7 +99,7 @@ class Adam(Optimizer):
     decoupled: bool
     """Whether weight decay enters u itself (AdamW) instead of the direction (Adam)."""
     amsgrad: bool
-    """Whether u has the largest mean of squares so far instead of the last one."""
+    """True if u uses the largest mean of squares so far (Reddi 2018)."""
 
     def start(self, w: Tensor) -> State:
         """Return means of zero, and the number of steps. See `Optimizer.start`."""

@@ -56,20 +56,25 @@ class Captures:
     Args:
         graphs: streams and graphs of the device.
         enabled: whether to capture at all (`batching.capture`).
-        draws: whether the net draws from global generators, which a graph would not seed again.
 
     Attributes:
         uncaptured: number of steps that ran uncaptured although captures are enabled, except for
             the first of each kind.
     """
 
-    def __init__(self, graphs: Graphs, enabled: bool, draws: bool = False):
+    def __init__(self, graphs: Graphs, enabled: bool):
         self.graphs = graphs
         self.enabled = enabled
-        self.draws = draws
+        self.reason = ""
+        """Why no step at all can be captured; "" if steps can."""
         self.refused: dict[Hashable, str] = {}
         """Why a step cannot be captured, by kind."""
         self.uncaptured = 0
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why steps cannot be captured, with the line of the rule; [] if they can."""
+        return [self.reason] if self.reason else list(self.refused.values())
 
     def refuse(self, kind: Hashable, error: BaseException) -> None:
         """Note that steps of a kind cannot be captured.
@@ -317,7 +322,7 @@ class CapturedStep:
             return self.output
         if not captures.enabled:
             return steps.make_uncaptured(self.batch, self.place)
-        if captures.draws or self.kind in captures.refused:
+        if captures.reason or self.kind in captures.refused:
             captures.uncaptured += 1
             return steps.make_uncaptured(self.batch, self.place)
         if not self.asked:

@@ -55,8 +55,11 @@ class LaneTrainer(LoopTrainer):
         graphs = graphs_of(self.model.device)
         self.captures: Captures | None = None
         if graphs is not None:
-            enabled, draws = self.config.batching.capture, bool(self.model.draws)
-            self.captures = Captures(graphs, enabled, draws)
+            self.captures = Captures(graphs, self.config.batching.capture)
+            if self.model.draws:  # a graph would not seed the generators again
+                self.captures.reason = (
+                    "the net draws random numbers, other than masks of nn.Dropout"
+                )
         self.lanes: list[Lane] = []
         self.limit: int | None = self.config.batching.lanes
         """Largest number of lanes; None until the first client has shown what one needs."""
@@ -71,11 +74,7 @@ class LaneTrainer(LoopTrainer):
     @property
     def refusals(self) -> list[str]:
         """Why local steps cannot be captured, with the line of the rule; [] if they can."""
-        if self.captures is None:
-            return []
-        if self.captures.draws:
-            return ["the net draws random numbers, other than masks of nn.Dropout"]
-        return list(self.captures.refused.values())
+        return [] if self.captures is None else self.captures.reasons
 
     @property
     def has_captured(self) -> bool:
