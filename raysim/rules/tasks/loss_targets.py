@@ -123,8 +123,8 @@ def _ignores(loss: UserLoss, label: int, others: np.ndarray, classes: int) -> bo
 def takes_logits(loss: UserLoss, y: np.ndarray) -> bool:
     """Return whether a function takes logits of labels that are 0 or 1, such as BCEWithLogitsLoss.
 
-    The loss of such a function is 0 at a large logit of the right sign and large at one of the wrong
-    sign. A squared error is large at both.
+    The loss of such a function is 0 at a large logit of the right sign, and large at one of the
+    wrong sign. A squared error is large at both.
 
     Args:
         loss: the loss function.
