@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import tomllib
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from raysim import version
@@ -42,8 +43,9 @@ DIRTY_SUFFIX = "-dirty"
 """Suffix that git adds to a commit if tracked files differ from it."""
 
 
+@cache
 def _raysim_commit() -> str | None:
-    """Return the commit of raysim; None if it is installed or part of another repository."""
+    """Return the commit of the raysim that was imported; None if it is no repository's root."""
     root = Path(version.__file__).resolve().parents[1]
     with suppress(OSError, ValueError, KeyError):
         if tomllib.loads((root / "pyproject.toml").read_text())["project"]["name"] == "raysim":

@@ -19,6 +19,7 @@ from typing import cast
 
 import cloudpickle
 
+from raysim.models.checks.against_pytorch import comparing_once
 from raysim.sweeps.trials.trial import train_trial
 from raysim.system import output
 
@@ -26,6 +27,7 @@ PARENT_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether the sweep's process lives."""
 
 
+@comparing_once()
 def main() -> None:
     """Train the trials that the sweep's process names until it closes the connection."""
     connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])

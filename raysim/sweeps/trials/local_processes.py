@@ -1,7 +1,7 @@
 """Trials of a sweep in processes of this machine, as many at once as there are cores, without Ray.
 
 For trials that train inline on CPUs. Ray would need seconds to start, and Tune half a second for
-each trial; `benchmarks/short_sweep.py` measures a sweep of short trials. A process imports torch
+each trial; `benchmarks/start.py` measures a sweep of short trials. A process imports torch
 once and then trains trial after trial. Its output goes to a file in the sweep's folder.
 
 Messages to a process: the code, the `Job`, then the position of a trial; from it: ("reported",
