@@ -27,6 +27,7 @@ from raysim.sweeps.preparation import prepare_sweep
 from raysim.sweeps.summary import SweepResult
 from raysim.sweeps.sweep_ledger import SweepLedger
 from raysim.sweeps.trials import local_processes, ray_tune
+from raysim.sweeps.trials.code import pickled_code
 from raysim.sweeps.trials.trial import labels_of
 from raysim.system import files, output, processes
 from raysim.system.signals import stoppable
@@ -141,17 +142,18 @@ def run_sweep(
 @contextlib.contextmanager
 def _processes(sweep: Sweep, missing: list[Trial], parallel: int | None) -> Iterator[RunAll]:
     """Start what the missing trials run on: processes of this machine, or Ray."""
+    code = pickled_code(missing)
     if not missing:
         yield lambda parent, watch: []
     elif local_processes.suffices(missing):
         with contextlib.closing(
-            local_processes.LocalProcesses(sweep.folder, missing, parallel)
+            local_processes.LocalProcesses(sweep.folder, missing, code, parallel)
         ) as here:
             yield lambda parent, watch: here.run(sweep, missing, parent, watch)
     else:
         with ray_tune.ray_with_resources(missing):
             yield lambda parent, watch: ray_tune.run_on_tune(
-                sweep, missing, parent, parallel, watch
+                sweep, missing, code, parent, parallel, watch
             )
 
 

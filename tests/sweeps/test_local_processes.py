@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from support.forked import Forked
@@ -68,7 +69,8 @@ def test_a_dead_process_is_noticed_while_its_child_lives(here: Path):
     assert error == kept == "its process was killed (out of memory?)"
 
 
-def test_an_object_that_cannot_be_sent_is_refused(here: Path):
+@pytest.mark.parametrize("executor", ["inline", "ray"])
+def test_an_object_that_cannot_be_sent_is_refused(executor: str, here: Path):
     mutex = threading.Lock()
 
     def lr(t: int) -> float:
@@ -76,7 +78,7 @@ def test_an_object_that_cannot_be_sent_is_refused(here: Path):
             return 0.1
 
     with pytest.raises(ConfigError, match=r"seed=0: .*lr.*cannot be sent.*cannot pickle"):
-        raysim.sweep(SMALL, {"local.lr": lr, "seed": [0, 1]})
+        raysim.sweep(SMALL, {"local.lr": lr, "seed": [0, 1], "resources.executor": executor})
     assert not [*here.glob("runs/*/sweeps/*/*")], "nothing has started"
 
 
@@ -143,6 +145,23 @@ def test_an_error_of_watch_ends_the_trials(here: Path):
         raysim.sweep(SMALL, {"rounds": [2, 9000]}, parallel=2, watch=watch)
     ends = [path.read_text().count("KILLED") for path in here.glob("runs/*/trials/*/spool.jsonl")]
     assert sorted(ends) == [0, 1]
+
+
+def test_what_a_trial_has_started_ends_with_its_sweep(here: Path):
+    """As the processes of a DataLoader do."""
+    child = Path("child")
+    how = "os.system('sleep 900 & echo $! > new; mv new child'); import time; time.sleep(900)"
+    Path("bad.py").write_text(BAD.format(how=how))
+
+    def watch(trial, state, facts):
+        if state == "finished":
+            until(child.exists, 100, "the other trial does not train")
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        raysim.sweep(SMALL, {"algorithm": ["fedavg", "./bad.py:Bad"]}, parallel=2, watch=watch)
+    started = int(child.read_text())
+    until(lambda: not psutil.pid_exists(started), 20, "the trial's child outlives it")
 
 
 def test_a_path_among_the_places_of_modules(here: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 trial.py           one trial in its process
 early_stopping.py  settings of early stopping, the rungs of a trial, and who is stopped there
 trial_log.py       events of the trials that run
+code.py            users' files and objects for the processes
 local_processes.py trials in processes of this machine, without Ray
 __main__.py        such a process
 ray_tune.py        trials on Ray Tune: GPUs, trials with actors, clusters

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 import threading
 import time
@@ -62,14 +63,19 @@ def _ending_with_the_sweep() -> Iterator[None]:
     try:
         yield
     except (EOFError, OSError):
-        os._exit(0)
+        _end()
+
+
+def _end() -> None:
+    """End this process and those that a user's code has started in it; it leads their session."""
+    os.killpg(0, signal.SIGKILL)
 
 
 def _end_with(parent: int) -> None:
     """End this process as soon as its parent is another one."""
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_INTERVAL_S)
-    os._exit(1)
+    _end()
 
 
 if __name__ == "__main__":

@@ -24,13 +24,9 @@ from typing import Any, cast
 
 import cloudpickle
 
-from raysim.config.python_objects import PythonObject
-from raysim.config.references import Code
 from raysim.config.sections.execution import cluster_address
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
-from raysim.errors import ConfigError
 from raysim.imports import python_path
-from raysim.prepare import file_digests
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
 from raysim.sweeps.early_stopping import EarlyStopping
 from raysim.sweeps.trials.trial_log import TrialLog
@@ -81,15 +77,13 @@ class LocalProcesses:
     Args:
         folder: folder of the sweep.
         trials: the trials that will run.
+        code: the users' files and objects that they need, see `pickled_code`.
         parallel: largest number of processes; None: as many as there are cores for.
-
-    Raises:
-        ConfigError: an object of Python that a trial names cannot be sent to a process.
     """
 
-    def __init__(self, folder: Path, trials: list[Trial], parallel: int | None):
+    def __init__(self, folder: Path, trials: list[Trial], code: bytes, parallel: int | None):
         self.folder = folder
-        self.code = _pickled_code(trials)
+        self.code = code
         self.threads = max(trial.config.resources.threads for trial in trials)
         room = max(1, machine.cores() // self.threads)
         self.processes = [self._start() for _ in range(min(room, parallel or room, len(trials)))]
@@ -190,31 +184,6 @@ class LocalProcesses:
             output.unlink()
 
 
-def _pickled_code(trials: list[Trial]) -> bytes:
-    """Return the users' files and objects that trials name, pickled."""
-    code = [file_digests.code(trial.config) for trial in trials]
-    try:
-        return cloudpickle.dumps(code)
-    except Exception as error:  # pickle calls the objects' own code, which may raise anything
-        for trial, needed in zip(trials, code, strict=True):
-            for user_code in needed:
-                _check_pickles(trial, user_code)
-        raise ConfigError(f"the objects of Python cannot be pickled: {error}") from error
-
-
-def _check_pickles(trial: Trial, user_code: Code | PythonObject) -> None:
-    """Raise ConfigError if a file or an object that a trial names cannot be pickled."""
-    try:
-        cloudpickle.dumps(user_code)
-    except Exception as error:
-        name = user_code.name if isinstance(user_code, PythonObject) else user_code.package
-        raise ConfigError(
-            f"trial {trial.title}: {name}: it cannot be sent to the process of a trial "
-            f"({type(error).__name__}: {error}); create such a part where it is first used, or "
-            "call raysim.run"
-        ) from None
-
-
 class _Process:
     """A process of this machine that trains trials one after the other.
 
@@ -303,5 +272,7 @@ class _Process:
         try:
             self.popen.wait(0 if kill else END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self.popen.kill()
+            # With what the user's code has started there; the process leads a session of its own.
+            with suppress(ProcessLookupError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
             self.popen.wait()

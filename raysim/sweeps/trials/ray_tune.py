@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from raysim.config.schema import Config
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
 from raysim.distributed.cluster.versions import check_source_code, source_code
 from raysim.errors import ConfigError
-from raysim.prepare import file_digests
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
 from raysim.sweeps.trials.trial import train_trial
 from raysim.sweeps.trials.trial_log import TrialLog
@@ -113,13 +114,19 @@ def bundles_of(config: Config) -> list[dict[str, float]]:
 
 
 def run_on_tune(
-    sweep: Sweep, missing: list[Trial], parent: str, parallel: int | None, watch: WatchCallback
+    sweep: Sweep,
+    missing: list[Trial],
+    code: bytes,
+    parent: str,
+    parallel: int | None,
+    watch: WatchCallback,
 ) -> list[tuple[Trial, str]]:
     """Run trials on Ray Tune.
 
     Args:
         sweep: the sweep.
         missing: the trials of the sweep to run, at least one.
+        code: the users' files and objects that they need, see `pickled_code`.
         parent: id of the sweep's run in the tracking store.
         parallel: largest number of trials at once; None means as many as there is room for.
         watch: called with each trial, its state, and its facts; see `WatchCallback`.
@@ -143,7 +150,7 @@ def run_on_tune(
         with stoppable() as signals, signals.allowed():
             tune.run(
                 tune.with_resources(
-                    _trial_function(sweep, missing, parent),
+                    _trial_function(sweep, missing, code, parent),
                     lambda choice: tune.PlacementGroupFactory(bundles[choice["trial"]]),
                 ),
                 config={"trial": tune.grid_search(list(range(len(missing))))},
@@ -168,7 +175,7 @@ def run_on_tune(
 
 
 def _trial_function(
-    sweep: Sweep, missing: list[Trial], parent: str
+    sweep: Sweep, missing: list[Trial], code: bytes, parent: str
 ) -> Callable[[dict[str, int]], None]:
     """Return the function that Tune calls in a trial's process, with the trial's position."""
     import ray
@@ -179,14 +186,13 @@ def _trial_function(
     address = ray.get_runtime_context().gcs_address
     uri, experiment = redacted_uri(absolute_uri(sweep.tracking.uri)), sweep.tracking.experiment
     stopping, retries = sweep.settings.early_stopping, sweep.settings.retries
-    code = [file_digests.code(trial.config) for trial in missing]
     command = source_code()
 
     def run_trial(choice: dict[str, int]) -> None:
         os.chdir(working_directory)
         os.environ["RAY_ADDRESS"] = address
         check_source_code("the process of a trial", source_code(), command)
-        assert len(code) == len(missing)  # brings objects of Python to the trial's process
+        cloudpickle.loads(code)
         trial = missing[choice["trial"]]
         order = _order(trial)
         order.unlink(missing_ok=True)
