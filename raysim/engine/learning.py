@@ -23,6 +23,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.methods.registry import build_part, is_shipped
 from raysim.rules.public import PublicData, PublicNeed
+from raysim.rules.tasks.function_metric import FunctionMetric, name_of_function
 from raysim.rules.tasks.learning_task import METHOD_METRICS, LearningTask, TaskData, TaskMetric
 from raysim.rules.tasks.loss_task import LIKE, LossTask, make_loss_task, task_like
 from raysim.rules.tasks.shipped_tasks import TASKS
@@ -308,16 +309,15 @@ def make_metrics(config: Config, task: LearningTask, outputs: int) -> tuple[Task
 def _make_metric(name: str, task: LearningTask, outputs: int) -> TaskMetric:
     """Return a metric by its name or reference."""
     if ":" in name:
-        cls = _referenced_metric(name)
-        logged = cls.metric_name or cls.__name__.lower()
-        if taken := name_taken(logged):
+        metric = _referenced_metric(name, task, outputs)
+        if taken := name_taken(metric.name):
+            is_function = isinstance(metric, FunctionMetric)
+            fix = "rename the function" if is_function else "set metric_name to another name"
             raise ConfigError(
-                f"{METRICS_KEY}: '{name}' has the name of raysim's metric '{taken}'; set "
-                "metric_name to another name"
+                f"{METRICS_KEY}: '{name}' has the name of raysim's metric '{taken}'; {fix}"
             )
     else:
-        cls, logged = _metric_of_task(name, task), name
-    metric = cls(task, outputs, logged)
+        metric = _metric_of_task(name, task)(task, outputs, name)
     try:
         metric.check()
     except ValueError as error:
@@ -325,14 +325,24 @@ def _make_metric(name: str, task: LearningTask, outputs: int) -> TaskMetric:
     return metric
 
 
-def _referenced_metric(reference: str) -> type[TaskMetric]:
+def _referenced_metric(reference: str, task: LearningTask, outputs: int) -> TaskMetric:
     """Return a metric by its reference: a user's, or that of a shipped method."""
-    cls: Any = load_object(reference, METRICS_KEY)
-    if not (isinstance(cls, type) and issubclass(cls, TaskMetric)):
+    metric: Any = load_object(reference, METRICS_KEY)
+    is_class = isinstance(metric, type)
+    if is_class and issubclass(metric, TaskMetric):
+        return metric(task, outputs, metric.metric_name or metric.__name__.lower())
+    if is_class or not callable(metric):
         raise ConfigError(
-            f"{METRICS_KEY}: '{reference}' is not a subclass of raysim.rules.TaskMetric"
+            f"{METRICS_KEY}: '{reference}' is neither a function of outputs and targets nor a "
+            "subclass of raysim.rules.TaskMetric"
         )
-    return cls
+    name = name_of_function(metric)
+    if name == "<lambda>":
+        raise ConfigError(
+            f"{METRICS_KEY}: '{reference}' is a lambda, which has no name for its values; define "
+            "the function with def"
+        )
+    return FunctionMetric(task, outputs, name, metric)
 
 
 def _metric_of_task(name: str, task: LearningTask) -> type[TaskMetric]:
@@ -357,7 +367,7 @@ def written_out(config: Config, task: LearningTask, metrics: tuple[TaskMetric, .
         metrics: the metrics of its evaluations.
     """
     best = config.evaluate.best or BestBy(metric="loss", mode="min")
-    if config.evaluate.best is None and metrics:
+    if config.evaluate.best is None and metrics and metrics[0].larger_is_better is not None:
         mode = "max" if metrics[0].larger_is_better else "min"
         best = BestBy(metric=metrics[0].name, mode=mode)
     update = {"metrics": tuple(map(_full_name, _metric_names(config, task), metrics)), "best": best}

@@ -40,7 +40,7 @@ def declare(name: str, unit: str, meaning: str, rule: str, users_own: bool) -> N
     _DECLARED[name] = Metric(name, unit, meaning, logged, users_own=users_own, rules=rules)
 
 
-def declare_evaluation(name: str, unit: str, meaning: str, larger_is_better: bool) -> None:
+def declare_evaluation(name: str, unit: str, meaning: str, larger_is_better: bool | None) -> None:
     """Declare a metric of evaluations that a shipped method brings.
 
     Args:

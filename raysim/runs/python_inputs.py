@@ -230,6 +230,17 @@ def _rule(key: str, value: Any) -> Section:
     )
 
 
+def _metric(key: str, value: Any) -> Section:
+    if cls := _class_of(value, TaskMetric):
+        return _instance(key, value, cls, {})
+    if callable(value) and not isinstance(value, type):
+        return {"name": python_objects.reference(value)}
+    raise ConfigError(
+        f"{key}: {value!r} is neither a name, a function of outputs and targets, nor derived from "
+        "raysim.rules.TaskMetric"
+    )
+
+
 def _derived(base: type, shipped: Mapping[str, Any] | None = None) -> Callable[[str, Any], Section]:
     """Return the function for a section of which a user derives classes."""
 
@@ -278,7 +289,7 @@ LISTS: dict[str, Callable[[str, Any], Section]] = {
     "local.upload": _derived(UploadStage, STAGES),
     "groups.*.local.upload": _derived(UploadStage, STAGES),
     "evaluate.probes": _derived(Probe),
-    METRICS_KEY: _derived(TaskMetric),
+    METRICS_KEY: _metric,
 }
 """The same for the items of lists."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -55,7 +55,7 @@ def measure(
     Raises:
         RaysimError: a metric failed; the message names it.
     """
-    rows: list[list[Tensor]] = [[] for _ in metrics]
+    rows: list[list[Any]] = [[] for _ in metrics]
     of_class = torch.zeros(2, classes, dtype=torch.long, device=buffers.device)
     loss = _MeanLoss(net)
     if positions is None:
@@ -117,8 +117,10 @@ def _outputs(net: BoundModel, buffers: Tensor, x: Tensor, predict: Predict | Non
     return predict(ForwardPass(net.model, x, call))
 
 
-def _whole(parts: list[Tensor]) -> np.ndarray:
-    """Return the rows of all batches as one array."""
+def _whole(parts: list[Any]) -> Any:
+    """Return the rows of all batches as one array, or as several ones."""
+    if isinstance(parts[0], tuple):
+        return tuple(_whole(list(columns)) for columns in zip(*parts, strict=True))
     return torch.cat([part.cpu() for part in parts]).numpy()
 
 

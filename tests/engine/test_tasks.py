@@ -345,7 +345,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("classification", {"evaluate": {"metrics": ["f1", "f1"]}}, "'f1' occurs twice"),
     ("regression", {"evaluate": {"metrics": ["OWN:Accuracy"]}}, "has the name of raysim's metric 'accuracy'"),
     ("regression", {"evaluate": {"metrics": ["OWN:Used"]}}, "has the name of raysim's metric 'clients/used'"),
-    ("regression", {"evaluate": {"metrics": ["OWN:NoTask"]}}, "is not a subclass of raysim.rules.TaskMetric"),
+    ("regression", {"evaluate": {"metrics": ["OWN:NoTask"]}}, "nor a subclass of raysim.rules.TaskMetric"),
     ("regression", {"evaluate": {"metrics": ["OWN:Noisy"]}}, r"evaluate.metrics: 'noisy' draws from torch's global generator, .*; use keyed numbers, such as .*random_numbers\.md"),
     ("regression", {"evaluate": {"metrics": ["OWN:Resampled"]}}, "evaluate.metrics: 'resampled' draws from NumPy's global generator"),
     ("OWN:Jittered", {}, "task.name: loss of 'Jittered' draws from Python's global generator"),

@@ -254,7 +254,7 @@ def test_positions_that_are_no_partition_are_refused(config, lists, message):
         ({"data": Path("t.csv")}, r"data.name: 't.csv' is a file; .* returns \(x, y, x_test, y_test\)"),
         ({"data": Path("arrays.npz")}, "data.name: .* data={name: arrays, path: arrays.npz}"),
         ({"partition": 3}, "partition: a int is neither a function"),
-        ({"evaluate": {"metrics": [3]}}, "evaluate.metrics: 3 is neither a name nor derived"),
+        ({"evaluate": {"metrics": [3]}}, "evaluate.metrics: 3 is neither a name, a function"),
         ({"local": {"upload": [Hits]}}, "local.upload: .*Hits.* is neither a name nor derived"),
         ({"client": {"name": Flipped, "factor": torch.ones(2)}}, "client.factor: a Tensor is no val"),
         ({"data": {"name": lambda: None}}, "data.name: .*: expected x, y, .*; got a NoneType"),

@@ -102,8 +102,9 @@ class Evaluate(Section):
     batch_size: int = Field(default=1000, ge=1)
     """Examples in a batch of the evaluation."""
     metrics: Annotated[tuple[str, ...], BeforeValidator(as_list)] | None = None
-    """Metrics on test and held-out examples: names that the task knows, or path.py:Class; null: the
-    task's own. The first one selects the best model."""
+    """Metrics on test and held-out examples: names that the task knows, path.py:Class, or
+    path.py:function of outputs and targets; null: the task's own. The first one selects the best
+    model, unless it is a function that does not say whether larger values are better."""
     best: BestBy | None = None
     """Metric that selects the best model; null: the first of `metrics`."""
     per_class: bool = False

@@ -53,7 +53,7 @@ class ClientEvaluations:
         self.config = plan.config
         self.asked = plan.config.evaluate.clients
         self.folder = None if run_dir is None else run_dir / TABLES_FOLDER
-        self.metrics = {metric.name: metric.larger_is_better for metric in plan.metrics}
+        self.metrics = {m.name: m.larger_is_better is not False for m in plan.metrics}
         """The metrics of a client on its test and its validation examples, and whether larger
         values are better."""
         self.metrics |= {"loss": False}

@@ -8,8 +8,10 @@ from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
 from raysim.models.flat import BoundModel
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, keyed_numbers_only
+from raysim.rules.tasks.function_metric import FunctionMetric
 from raysim.rules.tasks.learning_task import TaskMetric
 from raysim.rules.tasks.shipped_tasks import TASKS
+from raysim.system.global_generators import generators_kept
 from raysim.system.signals import reraise_stop
 from raysim.training.evaluation import measure
 
@@ -28,7 +30,7 @@ def dry_run_task(plan: Plan) -> None:
     checked: dict[str, tuple[TaskMetric, ...]] = {
         f"evaluate.metrics: '{metric.name}'": (metric,)
         for metric in plan.metrics
-        if not type(metric).__module__.startswith("raysim.")
+        if isinstance(metric, FunctionMetric) or not type(metric).__module__.startswith("raysim.")
     }
     if type(plan.learning_task) not in TASKS.values():
         checked = {f"task.name: loss of '{plan.learning_task.name}'": (), **checked}
@@ -47,8 +49,14 @@ def dry_run_task(plan: Plan) -> None:
                 f"{place} {drawn}, such as those of np.random.default_rng(0) {RANDOM_NUMBERS_PAGE}"
             )
 
-        with keyed_numbers_only(unkeyed):
+        def evaluate(metrics: tuple[TaskMetric, ...] = metrics) -> None:
             try:
                 measure(net, buffers, examples, len(y), metrics)
             except BaseException as error:
                 reraise_stop(error)
+
+        # Packages that the first call imports may draw numbers, such as scikit-learn.
+        with generators_kept():
+            evaluate()
+        with keyed_numbers_only(unkeyed):
+            evaluate()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -226,8 +226,8 @@ class TaskMetric:
     """Name of a metric of your own; by default the class's name in lower case."""
     unit: ClassVar[str] = ""
     """Unit of the value in lists of metrics, such as "share"; "" for none."""
-    larger_is_better: ClassVar[bool] = True
-    """Whether larger values are better."""
+    larger_is_better: ClassVar[bool | None] = True
+    """Whether larger values are better; None: neither."""
 
     def __init_subclass__(cls) -> None:
         if cls.__module__.startswith(f"{SHIPPED_PACKAGE}."):
@@ -258,10 +258,10 @@ class TaskMetric:
         """
         return x
 
-    def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
+    def rows(self, outputs: Tensor, y: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return the numbers of each example that the value needs, [B, ...].
 
-        Examples that do not count are left out.
+        Examples that do not count are left out. Several tensors reach `value` as several arrays.
 
         Args:
             outputs: the net's outputs, [B, ...].
@@ -269,7 +269,7 @@ class TaskMetric:
         """
         raise NotImplementedError(f"{type(self).__name__} defines no rows")
 
-    def value(self, rows: np.ndarray) -> float:
+    def value(self, rows: Any) -> float:
         """Return the metric's value; by default the mean of the rows, NaN without any.
 
         Args:

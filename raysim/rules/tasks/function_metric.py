@@ -1,0 +1,74 @@
+"""A user's function of outputs and targets as a metric of evaluations.
+
+The function is called once for each set of examples, with the outputs and targets of all of them.
+So its value does not depend on `evaluate.batch_size`, also where it is no mean over the examples.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.rules.tasks.learning_task import TaskMetric
+
+
+@dataclass(frozen=True)
+class FunctionMetric(TaskMetric):
+    """The value of a function on all examples, or the mean of its values for each of them."""
+
+    function: Callable[[Tensor, Tensor], Any]
+    """Returns one number, or a number for each example, from outputs and targets [n, ...]."""
+
+    @property
+    def unit(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The function's attribute `unit`; "" without one."""
+        return getattr(self.function, "unit", "")
+
+    @property
+    def larger_is_better(self) -> bool | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The function's attribute `larger_is_better`; None without one."""
+        return getattr(self.function, "larger_is_better", None)
+
+    def rows(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return outputs and targets, which the value needs. See `TaskMetric.rows`."""
+        return outputs, y
+
+    def value(self, rows: tuple[np.ndarray, np.ndarray]) -> float:
+        """Return the function's value, NaN without examples. See `TaskMetric.value`.
+
+        Args:
+            rows: outputs and targets of all examples, [n, ...].
+
+        Raises:
+            TypeError: the function returns something else.
+        """
+        outputs, y = map(torch.from_numpy, rows)
+        if not len(y):
+            return float("nan")
+        values = self.function(outputs, y)
+        array = np.asarray(values)
+        are_numbers = array.dtype.kind in "biuf"
+        if are_numbers and (array.size == 1 or array.shape == (len(y),)):
+            return float(array.astype(np.float64).mean())
+        got = f"numbers of shape {list(array.shape)}" if are_numbers else type(values).__name__
+        raise TypeError(
+            f"it returns {got} for {len(y)} examples; return one number, or one for each example, "
+            f"[{len(y)}]"
+        )
+
+
+def name_of_function(function: Any) -> str:
+    """Return the name under which the values of a function are logged.
+
+    Args:
+        function: a function, a `functools.partial`, or an object that can be called.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__.lower())
