@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from raysim.data.several_inputs import LARGEST_INTEGER, Inputs, too_large
 from raysim.errors import ConfigError
 
 logger = logging.getLogger("raysim")
@@ -54,6 +55,7 @@ class Dataset:
         test_groups: int32 [n], the same of each test example; None: they have none.
         public_x: [m, ...], examples that no client owns, like those of `x`; None: none.
         public_y: [m, ...], their targets, like those of `y`; None: unlabelled.
+        inputs: the inputs of the net that are packed in `x`; (): it has one.
         new_test_users: users of the test examples if none of them trains, for messages.
         classes_declared: whether the classes were given; else they are counted from the labels.
     """
@@ -75,6 +77,7 @@ class Dataset:
     classes_declared: bool = True
     test_groups: np.ndarray | None = None
     new_test_users: tuple[str, ...] = ()
+    inputs: Inputs = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -110,6 +113,8 @@ class Dataset:
             if array is not None:
                 whole.update(f"{array.dtype}{array.shape}".encode())
                 whole.update(np.ascontiguousarray(array).reshape(-1).data)
+        if self.inputs:
+            whole.update(repr(self.inputs).encode())
         return whole.hexdigest()
 
     def check_labels(self, key: str, reader: str) -> None:
@@ -152,6 +157,13 @@ class Dataset:
         Raises:
             ConfigError: a number is too large for it; the message names the first one.
         """
+        for name in ("x", "x_test"):
+            if part := too_large(getattr(self, name), self.inputs, dtype):
+                raise ConfigError(
+                    f"data.name: {name}[{part!r}] of {self.name} has integers that {dtype} has not "
+                    f"beside floats, above {LARGEST_INTEGER[dtype]}; number them from 0, or set "
+                    "dtype=float64"
+                )
         largest = np.finfo(dtype).max
         for name in ("x", "y", "x_test", "y_test", "public_x", "public_y"):
             array = getattr(self, name)

@@ -12,6 +12,7 @@ import numpy as np
 
 from raysim.data.dataset import Dataset
 from raysim.data.partition.clients import Clients, VirtualClients
+from raysim.data.several_inputs import shapes_of
 from raysim.errors import ConfigError
 
 MAX_CLIENTS_SHOWN = 100
@@ -142,7 +143,7 @@ def dataset_summary(dataset: Dataset) -> dict[str, Any]:
         "name": dataset.name,
         "train": len(dataset.y),
         "test": len(dataset.y_test),
-        "shape": list(dataset.shape),
+        "shape": shapes_of(dataset.inputs) if dataset.inputs else list(dataset.shape),
         "classes": dataset.n_classes,
         "counts": {name: [a, b] for name, a, b in zip(dataset.classes, train, test, strict=False)},
         "augmentation": ", ".join(filter(None, (crop, "mirror" if dataset.flip else ""))) or "none",

@@ -18,6 +18,7 @@ from raysim.config.explain import explain_validation_error
 from raysim.config.references import load_file, load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named, as_names
+from raysim.data.several_inputs import Inputs, set_inputs, shapes_of
 from raysim.errors import ConfigError, with_cause
 from raysim.models.initial.start import freeze, load_weights
 from raysim.models.nets.zoo import NETS
@@ -238,7 +239,9 @@ def _checked(key: str, value: Any, annotation: Any) -> Any:
         raise ConfigError(explain_validation_error(error, value, dict, f"model.{key}")) from None
 
 
-def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
+def make_net(
+    config: Config, shape: tuple[int, ...], classes: int, inputs: Inputs = ()
+) -> nn.Module:
     """Build the configured net with keyed initial values.
 
     The initial values depend on the seed only, so all algorithms start from the same x_0.
@@ -247,6 +250,7 @@ def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
         config: the configuration; its section `model` names the net and its parameters.
         shape: shape of one example, (C, H, W) of an image.
         classes: number of outputs: of classes, labels, columns or tokens.
+        inputs: the inputs of a net with several ones, which its factory gets as `shape`.
 
     Returns:
         The net, on the CPU.
@@ -260,7 +264,13 @@ def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
     own_keys = _parameters(factory)
     common = {k: arguments.pop(k) for k in COMMON_KEYS if k in arguments and k not in own_keys}
     taken = inspect.signature(factory).parameters
-    of_data: dict[str, Any] = {"shape": shape, "classes": classes}
+    if inputs and name in NETS:
+        names = ", ".join(entry.name for entry in inputs)
+        raise ConfigError(
+            f"model.name: '{name}' has one input, and the data have {names}; give a net of your "
+            "own, whose forward takes them"
+        )
+    of_data: dict[str, Any] = {"shape": shapes_of(inputs) if inputs else shape, "classes": classes}
     of_data = {key: value for key, value in of_data.items() if key in taken}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(generator(config.seed, "init").integers(2**63)))
@@ -283,6 +293,8 @@ def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
     _set_start(net, common, getattr(torch, config.dtype))
     if "freeze" in common:
         freeze(net, common["freeze"], classes)
+    if inputs:
+        set_inputs(net, inputs)
     return net
 
 

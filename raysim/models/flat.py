@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raysim.config.sections.local import Precision
+from raysim.data.several_inputs import inputs_of
 from raysim.errors import ConfigError, in_a_line
 from raysim.models.batchnorm_statistics import (
     BoundStatistics,
@@ -94,6 +95,8 @@ class Model:
         self.classes = classes
         self.dtype = dtype
         self.device = torch.device(device)
+        self.inputs = inputs_of(net)
+        """The inputs of a net with several ones; () for one."""
         root = StagedModel(net).to(dtype=dtype, device=device)
         root.train()
         self.frame = ForwardContext()
@@ -160,7 +163,9 @@ class Model:
         except BaseException as error:
             reraise_stop(error)
             text, hint = in_a_line(error), ""
-            if not x.is_floating_point():
+            if "required positional argument" in text and not self.inputs:
+                hint = "; x is one tensor: give the data of several inputs as a mapping or a tuple"
+            elif not x.is_floating_point():
                 hint = "; x is int64: give floats, or use nn.Embedding"
             elif "same dtype" in text:
                 kind = str(self.dtype).removeprefix("torch.")
@@ -246,7 +251,8 @@ class Model:
         if self.sample is None:
             return x, y
         real_x, real_y = self._real(n)
-        return x if real_x.is_floating_point() else real_x, y if self.is_classifier else real_y
+        is_real = self.inputs or not real_x.is_floating_point()
+        return real_x if is_real else x, y if self.is_classifier else real_y
 
     def is_own_loss(self, loss: Loss) -> bool:
         """Return whether a loss is that of the learning task.

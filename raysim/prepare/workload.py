@@ -126,7 +126,7 @@ def build_problem(
     _check_schedule(config, clients)
     checks.warn_of_empty_clients(config, split, clients)
     checks.check_model_fits_data(config)
-    net = build.make_net(config, dataset.shape, outputs)
+    net = build.make_net(config, dataset.shape, outputs, dataset.inputs)
     dtype = getattr(torch, config.dtype)
     model = Model(
         copy.deepcopy(net),

@@ -304,7 +304,7 @@ def fresh_model(config: Config, model: Model, client: int) -> tuple[Tensor, Tens
     seed = int(generator(config.seed, "fresh", client).integers(2**63))
     config = config.model_copy(update={"seed": seed})
     return Model(
-        make_net(config, model.shape, model.classes),
+        make_net(config, model.shape, model.classes, model.inputs),
         model.shape,
         model.classes,
         model.dtype,

@@ -67,7 +67,7 @@ def fedavg(
 
 
 def run(
-    net: Any, data: Data, parts: list[list[int]], rounds: int = 3, **keys: Any
+    net: Any, data: Any, parts: list[list[int]], rounds: int = 3, **keys: Any
 ) -> raysim.RunResult:
     local = {"steps": 2, "batch_size": "full", "lr": 0.1}
     config = {

@@ -174,7 +174,7 @@ class FormReader(ArrayReader):
             x, y, user = self._example(half, k, place)
             # Tensors and numbers of NumPy are no names of users.
             user = user.tolist() if isinstance(user, torch.Tensor | np.generic) else user
-            return self._entry(x, f"x of {place}"), self._entry(y, f"y of {place}"), user
+            return self._inputs(x, f"x of {place}"), self._entry(y, f"y of {place}"), user
 
         examples = [read(k) for k in range(n)]
         if (k := first_changed(read, examples)) is not None:
@@ -183,7 +183,7 @@ class FormReader(ArrayReader):
                 "but each example is read once, for all rounds; leave the transform out, and set "
                 "data.augment=true to crop and mirror uint8 images anew for each use"
             )
-        x = self._stacked([example[0] for example in examples], f"x of the {split} examples")
+        x = self._stacked_inputs([example[0] for example in examples], split)
         y = self._stacked([example[1] for example in examples], f"y of the {split} examples")
         return x, y, self._users([example[2] for example in examples], split)
 
@@ -222,23 +222,31 @@ class FormReader(ArrayReader):
                 example = {key: example[key] for key in ("x", "y", *USER_KEYS) if key in example}
             return self._entries(example, place)
         if isinstance(example, tuple | list) and len(example) == 2:
-            self._refuse_several_inputs(example[0], place)
             return *example, None
         raise self.error(
             f"{place} is a {_kind(example)}; expected a pair (x, y), or a mapping that names its "
-            "entries: x, y and user"
+            "entries: x, y and user; several inputs of a net are one x, a mapping or a tuple"
         )
 
-    def _refuse_several_inputs(self, x: Any, place: str) -> None:
-        """Refuse several arrays as the input of one example, as nets with two inputs have them."""
-        if not isinstance(x, tuple | list | Mapping) or not x:
-            return
-        parts = x.values() if isinstance(x, Mapping) else x
-        if all(isinstance(part, torch.Tensor | np.ndarray) and part.ndim for part in parts):
-            raise self.error(
-                f"x of {place} is a {_kind(x)} arrays, and a net gets one tensor; join them "
-                "(np.concatenate, np.stack), and let forward take them apart"
-            )
+    def _inputs(self, x: Any, name: str) -> Any:
+        """Return the x of an example as an array, or as several ones by name."""
+        if isinstance(x, tuple | list) and x:
+            are_arrays = (isinstance(v, torch.Tensor | np.ndarray) and v.ndim for v in x)
+            x = {str(k): value for k, value in enumerate(x)} if all(are_arrays) else x
+        if not isinstance(x, Mapping):
+            return self._entry(x, name)
+        return {str(key): self._entry(value, f"{name}[{key!r}]") for key, value in x.items()}
+
+    def _stacked_inputs(self, inputs: list[Any], split: str) -> Any:
+        """Return the x of all examples as an array, or as several ones by name."""
+        name = f"x of the {split} examples"
+        if not any(isinstance(x, dict) for x in inputs):
+            return self._stacked(inputs, name)
+        keys = list(inputs[0]) if isinstance(inputs[0], dict) else []
+        for k, x in enumerate(inputs):
+            if not isinstance(x, dict) or x.keys() != inputs[0].keys():
+                raise self.error(f"x of {split} example {k} has other inputs than {keys}")
+        return {key: self._stacked([x[key] for x in inputs], f"{name}[{key!r}]") for key in keys}
 
     def _entry(self, value: Any, name: str) -> Any:
         """Return the x or the y of an example as an array; an image of Pillow stays one."""

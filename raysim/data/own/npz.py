@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +15,8 @@ from raysim.spelling import did_you_mean
 
 def read_arrays(
     path: Path, key: str, needed: Sequence[str], optional: Sequence[str], advice: str
-) -> dict[str, np.ndarray]:
-    """Return the arrays of an .npz file by name.
+) -> dict[str, Any]:
+    """Return the arrays of an .npz file by name; those with a dot in their names as a mapping.
 
     Args:
         path: the file.
@@ -30,8 +31,9 @@ def read_arrays(
     try:
         _check_kind(path, key, advice)
         with np.load(path, allow_pickle=False) as file:
-            _check_names(list(file), f"{key}: {path}", needed, optional)
-            return dict(file)
+            names = list(dict.fromkeys(name.partition(".")[0] for name in file))
+            _check_names(names, f"{key}: {path}", needed, optional)
+            return _grouped(file)
     except OSError as error:
         reason = error.strerror or in_a_line(error)
         raise ConfigError(f"{key}: {path} cannot be read: {reason}") from None
@@ -47,6 +49,18 @@ def read_arrays(
                 f"{key}: {path} holds an array of Python objects; save arrays of numbers"
             ) from None
         raise ConfigError(f"{key}: {path} is not an .npz file: {in_a_line(error)}") from None
+
+
+def _grouped(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return arrays by name; those of several inputs, such as "x.image" and "x.age", together."""
+    grouped: dict[str, Any] = {}
+    for name, array in arrays.items():
+        entry, dot, part = name.partition(".")
+        if dot:
+            grouped.setdefault(entry, {})[part] = array
+        else:
+            grouped[entry] = array
+    return grouped
 
 
 def _check_names(

@@ -50,11 +50,14 @@ def first_changed(read: Callable[[int], Example], examples: Sequence[Example]) -
     return None
 
 
-def _digests(example: Example) -> list[str]:
+def _digests(example: tuple[Any, ...]) -> list[str]:
     """Return digests of x and y with their types and shapes, and the user."""
     *parts, user = example
     digests = [repr(user)]
     for part in parts:
+        if isinstance(part, dict):  # several inputs
+            digests += _digests((*part.values(), None))
+            continue
         array = np.asarray(part)
         content = hashlib.sha256(array.tobytes()).hexdigest()
         digests.append(f"{array.dtype} {array.shape} {content}")

@@ -30,6 +30,7 @@ from raysim.data.own.forms import REQUIRED_ARRAYS, USER_KEYS, FormReader
 from raysim.data.own.natural_users import Numbered, number_users
 from raysim.data.own.npz import read_arrays
 from raysim.data.own.stored import stored_arrays
+from raysim.data.several_inputs import Inputs, pack, unpacked
 from raysim.errors import ConfigError
 from raysim.system.global_generators import generators_kept
 
@@ -139,6 +140,54 @@ class _Reader(FormReader):
                 k = int(np.argmax(bad))
                 value = part[k][~np.isfinite(part[k])].reshape(-1)[0]
                 raise self.error(f"{name}[{start + k}] holds {value}; remove or replace it")
+
+    def packed(self, x: Any, name: str, n: int | None, like: Inputs = ()) -> tuple[Any, Inputs]:
+        """Return several inputs as one array [n, D]; other x as they are.
+
+        Args:
+            x: the inputs of a half.
+            name: name of x in errors.
+            n: number of targets, which tells several inputs in a row from rows; None: unknown.
+            like: the inputs of the training half; () if it has one, or if this is it.
+
+        Raises:
+            ConfigError: they have different numbers of examples, or others than the training half.
+        """
+        if isinstance(x, tuple | list) and len(x) != n:
+            lengths = [len(v) if hasattr(v, "__array__") and v.ndim else None for v in x]
+            is_several = len(x) == len(like) if n is None else set(lengths) == {n}
+            x = {str(k): value for k, value in enumerate(x)} if is_several else x
+        names = [entry.name for entry in like]
+        if not isinstance(x, Mapping):
+            if like:
+                raise self.error(f"{name} is one array, and x has the inputs {', '.join(names)}")
+            return x, ()
+        values = {str(key): value for key, value in x.items()}
+        if values.keys() == set(names):
+            values = {key: values[key] for key in names}
+        arrays = {key: self._one_input(value, f"{name}[{key!r}]") for key, value in values.items()}
+        lengths = {key: len(array) for key, array in arrays.items()}
+        if len(set(lengths.values())) != 1:
+            raise self.error(f"{name} has inputs with different numbers of examples: {lengths}")
+        try:
+            array, inputs = pack(arrays)
+        except ValueError as error:
+            raise self.error(f"{name}: {error}; number them from 0") from None
+        if like and inputs != like:
+            raise self.error(
+                f"{name} has the inputs {_inputs_text(inputs)}, and x has {_inputs_text(like)}"
+            )
+        return array, inputs
+
+    def _one_input(self, values: Any, name: str) -> np.ndarray:
+        """Return one of several inputs as an array."""
+        array = self.array(values, name)
+        if isinstance(array, list):
+            raise self.error(f"{name} has rows of different lengths; pad them to one length")
+        if not array.ndim:
+            raise self.error(f"{name} is a single number; give one entry for each example")
+        self.check_finite(array, name)
+        return array
 
     def arrays(self, x: Any, y: Any, suffix: str, y_may_lack: bool = False) -> tuple[Any, Any]:
         """Return x and y of one half as arrays or sequences of one number of examples."""
@@ -299,10 +348,15 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
     class_names = reader.names(train)
     x, y, users = reader.half(train, "training")
     x_test, y_test, users_test = reader.half(test, "test")
+    x, inputs = reader.packed(x, "x", _length(y))
+    x_test, inputs_test = reader.packed(x_test, "x_test", _length(y_test), inputs)
+    if inputs_test != inputs:
+        raise reader.error(f"x_test has the inputs {_inputs_text(inputs_test)}, and x is one array")
     halves = {"": reader.arrays(x, y, ""), "_test": reader.arrays(x_test, y_test, "_test")}
     if (public := others.get("public")) is not None:
         is_pair = isinstance(public, tuple | list) and len(public) == 2
         public_x, public_y = public if is_pair else (public, None)
+        public_x, _ = reader.packed(public_x, "public x", _length(public_y), inputs)
         halves[" of public"] = reader.arrays(public_x, public_y, " of public", y_may_lack=True)
         reader.check_columns(x, public_x, "x", "public x")
     reader.check_columns(x, x_test, "x", "x_test")
@@ -342,6 +396,7 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
         classes_declared=declared is not None,
         public_x=public_x,
         public_y=public_y,
+        inputs=inputs,
         **(numbered._asdict() if numbered else {}),
     )
 
@@ -357,7 +412,7 @@ def inputs_like(x: Any, dataset: Dataset) -> np.ndarray:
         ConfigError: they have another shape or kind of numbers than the data set's.
     """
     reader = _Reader("predict")
-    array = reader.array(x, "x")
+    array = reader.array(reader.packed(x, "x", None, dataset.inputs)[0], "x")
     if isinstance(array, list):
         raise reader.error("x has rows of different lengths; pad them as those of the data set")
     if not array.ndim or not len(array):
@@ -369,6 +424,16 @@ def inputs_like(x: Any, dataset: Dataset) -> np.ndarray:
         raise reader.error(f"x is {inputs.dtype}; {dataset.name} has images of uint8 pixels")
     reader.check_alike(dataset.x, inputs, dataset.name, "x")
     return inputs
+
+
+def _length(y: Any) -> int | None:
+    """Return the number of targets; None if they have none."""
+    return len(y) if hasattr(y, "__len__") and getattr(y, "ndim", 1) else None
+
+
+def _inputs_text(inputs: Inputs) -> str:
+    """Return inputs with their kinds and shapes, for messages."""
+    return ", ".join(f"{entry.name} ({entry.kind} {list(entry.shape)})" for entry in inputs)
 
 
 def _number_of_labels(y: np.ndarray, y_test: np.ndarray) -> int:
@@ -425,16 +490,19 @@ def store_examples(content: Any) -> dict[str, Any]:
         ConfigError: the examples cannot be used, or the file cannot be written.
     """
     dataset = make_dataset("python", content, "data")
-    arrays = {name: getattr(dataset, name) for name in REQUIRED_ARRAYS}
+    arrays: dict[str, np.ndarray] = {}
+    for name in (*REQUIRED_ARRAYS, "public_x", "public_y"):
+        array = getattr(dataset, name)
+        if array is not None and dataset.inputs and "x" in name:
+            for key, part in unpacked(array, dataset.inputs).items():
+                arrays[f"{name}.{key}"] = part
+        elif array is not None:
+            arrays[name] = array
     if dataset.groups is not None:
         users = _users_in_order(dataset.group_names)
         arrays["user"] = users[dataset.groups]
         if dataset.test_groups is not None:
             arrays["user_test"] = users[dataset.test_groups]
-    if dataset.public_x is not None:
-        arrays["public_x"] = dataset.public_x
-    if dataset.public_y is not None:
-        arrays["public_y"] = dataset.public_y
     identity = f"{dataset.digest} {dataset.group_names}"
     path = stored_arrays("data", arrays, identity)
     classes = dataset.n_classes if dataset.classes_declared else None
