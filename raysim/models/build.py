@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
 from raysim.config import entry_points
 from raysim.config.explain import explain_validation_error
@@ -337,6 +339,18 @@ def _refuse_other_types(net: nn.Module, dtype: str) -> None:
             )
 
 
+def _detach_reparametrised(module: nn.Module) -> None:
+    """Detach the weights that hooks compute before each pass, which could not be copied."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm):
+            name = hook.name
+        elif isinstance(hook, BasePruningMethod):
+            name = hook._tensor_name
+        else:
+            continue
+        setattr(module, name, getattr(module, name).detach())
+
+
 def _refuse_odd_layers(net: nn.Module) -> None:
     """Refuse layers that are compiled, hold computed tensors, or have sparse gradients."""
     for name, module in net.named_modules():
@@ -345,6 +359,7 @@ def _refuse_odd_layers(net: nn.Module) -> None:
                 f"model: {name or 'the net'} is compiled to TorchScript, whose layers cannot be "
                 "read; give the module that it was made from"
             )
+        _detach_reparametrised(module)
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 raise ConfigError(
@@ -352,6 +367,13 @@ def _refuse_odd_layers(net: nn.Module) -> None:
                     "cannot be copied; compute it in forward, such as by "
                     "torch.nn.utils.parametrizations, or detach it"
                 )
+        if getattr(module, "max_norm", None) is not None and hasattr(module, "norm_type"):
+            raise ConfigError(
+                f"model: {name or 'the net'} ({type(module).__name__}) has max_norm, by which a "
+                "forward pass changes its weights, and only a local step may; leave it out, and "
+                "divide in forward: h * (max_norm / h.norm(dim=-1, keepdim=True)).clamp(max=1) of "
+                "the rows h that an Embedding returns"
+            )
         if getattr(module, "sparse", False) is True:
             raise ConfigError(
                 f"model: {name or 'the net'} has sparse gradients, and a step needs dense ones; "

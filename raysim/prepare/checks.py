@@ -28,6 +28,8 @@ from raysim.data.dataset import Dataset
 from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.errors import ConfigError
 from raysim.models import build
+from raysim.models.checks.coupled_examples import couples_in_evaluation
+from raysim.models.flat import Model
 from raysim.system import machine, startup_stages
 from raysim.system.files import is_path
 
@@ -269,6 +271,26 @@ def check_model_fits_data(config: Config) -> None:
         raise ConfigError(
             f"model.name: '{config.model.name}' is a classifier, but data 'quadratics' has no "
             "classes; use model=quadratic"
+        )
+
+
+def note_coupled_evaluation(config: Config, model: Model, n_test: int) -> None:
+    """Note that metrics depend on the batches of an evaluation, if examples meet in them.
+
+    Args:
+        config: the configuration of the run.
+        model: its net.
+        n_test: number of test examples.
+    """
+    size = config.evaluate.batch_size
+    if n_test > size and couples_in_evaluation(model):
+        startup_stages.notes.info(
+            "%s turns an example into other outputs beside others in evaluation mode too, as "
+            "BatchNorm without running statistics does: metrics depend on evaluate.batch_size, %d, "
+            "and %d takes all test examples in one batch",
+            model.label,
+            size,
+            n_test,
         )
 
 

@@ -139,7 +139,10 @@ class _Reader(FormReader):
             if bad.any():
                 k = int(np.argmax(bad))
                 value = part[k][~np.isfinite(part[k])].reshape(-1)[0]
-                raise self.error(f"{name}[{start + k}] holds {value}; remove or replace it")
+                fix = "remove or replace it"
+                if name.startswith("y"):
+                    fix += ", such as by -1 where the loss leaves missing targets out"
+                raise self.error(f"{name}[{start + k}] holds {value}; {fix}")
 
     def packed(self, x: Any, name: str, n: int | None, like: Inputs = ()) -> tuple[Any, Inputs]:
         """Return several inputs as one array [n, D]; other x as they are.

@@ -65,6 +65,25 @@ def couples_examples(model: Model) -> bool:
     return False
 
 
+@torch.no_grad()
+def couples_in_evaluation(model: Model) -> bool:
+    """Return whether outputs in evaluation mode depend on the other examples of a batch.
+
+    Args:
+        model: the net.
+    """
+    bound = BoundModel(model)
+    w, buffers = model.initial()
+    bound.w.copy_(w)
+    x, _ = model.examples(2 * FEW)
+    try:
+        together = bound.forward(x.clone(), "eval", buffers)
+        apart = torch.cat([bound.forward(part.clone(), "eval", buffers) for part in x.split(FEW)])
+    except Exception:  # a net need not take so few examples
+        return False
+    return not close(apart, together, 1e-8 if model.dtype is torch.float64 else 1e-3)
+
+
 def _gradients(bound: BoundModel, together: Tensor, alone: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the gradient [P] of outputs that were computed together, and that of their parts.
 

@@ -6,7 +6,9 @@ many clients, so such a net would compute something else on another number of wo
 
 from __future__ import annotations
 
+import copy
 import pickle
+import random
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +31,14 @@ SCALE = 8.0
 
 MANY_PASSES = 1001
 """Number that is added to a counter, to see if outputs depend on it."""
+
+GENERATORS_OF_NETS = (
+    torch.Generator,
+    np.random.Generator,
+    np.random.RandomState,
+    random.Random,
+)
+"""Types of random generators that a net may hold."""
 
 MAX_ATTRIBUTE_NUMBERS = 1_000_000
 """Larger arrays among the attributes of layers are not watched."""
@@ -134,6 +144,7 @@ def refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
     _refuse_steering_buffers(original, model, x, moved, start, second)
     _refuse_other_outputs(model, first, second)
     _restore(original, start)
+    _refuse_memory_of_training(net, original, model, x, start)
     fresh = original_copy(net, model.dtype, model.device, model.draws)
     _refuse_memory_of_inputs(original, fresh, model, x)
     # Larger parameters show a forward that limits their norm.
@@ -155,6 +166,12 @@ def _refuse_steering_attribute(
     outputs: list[Tensor],
 ) -> None:
     """Refuse a net whose outputs may depend on an attribute that passes change."""
+    if isinstance(getattr(attribute.owner, attribute.name), GENERATORS_OF_NETS):
+        raise ConfigError(
+            f"{model.label} draws from {place}, a generator of its own, which each worker would "
+            "have in another state; draw from the global one of torch, NumPy or Python, which a "
+            "run seeds before each pass: leave the argument generator out"
+        )
     if _steers(original, x, attribute, outputs):
         raise ConfigError(
             f"{model.label} changes {place} in each forward pass, so its outputs could depend on "
@@ -172,6 +189,33 @@ def _refuse_other_outputs(model: Model, first: list[Tensor], second: list[Tensor
                 "generator of its own, or an attribute that it changes; make it a buffer, or a "
                 "function of the inputs"
             )
+
+
+@torch.no_grad()
+def _refuse_memory_of_training(
+    net: nn.Module, original: nn.Module, model: Model, x: Tensor, start: dict[str, Tensor]
+) -> None:
+    """Refuse a net that remembers in evaluation, beside its statistics, that it was trained.
+
+    In this process and on workers other copies evaluate than train, which do not know.
+    """
+    # Not `original_copy`, which puts its copy into training mode.
+    fresh = copy.deepcopy(net).to(dtype=model.dtype, device=model.device)
+    fresh.eval()
+    expected = fresh(x.clone())
+    _passes(original, x)
+    as_moved = {k: b for k, b in original.named_buffers() if not b.is_floating_point()}
+    _restore(original, start | as_moved)
+    original.eval()
+    outputs = original(x).clone()
+    _restore(original, start)
+    if not close(expected, outputs, _tolerance(model)):
+        raise ConfigError(
+            f"{model.label} gives other outputs in evaluation mode after it was in training mode, "
+            "with the same parameters and statistics: an attribute, or a buffer of integers or of "
+            "true and false, says that it was; ask self.training instead, or make it a buffer of "
+            "floating-point numbers, which clients train and the server averages"
+        )
 
 
 def _refuse_memory_of_inputs(
@@ -312,6 +356,8 @@ def _attributes(net: nn.Module) -> dict[str, Attribute]:
 
 def _fingerprint(value: Any) -> bytes | None:
     """Return the bytes of an attribute; None if it holds tensors, is large or has no bytes."""
+    if isinstance(value, torch.Generator):  # which pickle stores by its address
+        return value.get_state().numpy().tobytes()
     items: Any = value if isinstance(value, list | tuple | set) else [value]
     if isinstance(value, dict):
         items = value.values()
