@@ -7,6 +7,7 @@ that runs of one group differ only in their seed.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import pandas as pd
@@ -24,7 +25,7 @@ SIDE_COLUMN = "side"
 """Derived parameter: the side on which a method differs from FedAvg. Shown only on request."""
 
 SIDES = ("client side", "server side", "both sides")
-"""Values of `side`, in the order in which tables sort them."""
+"""Values of `side`, in the order of reports."""
 
 SCENARIO_KEY_PREFIXES = ("data.", "partition.", "model.", "groups.", "schedule.", "privacy.")
 """Prefixes of the parameters that define the scenario in which methods are compared."""
@@ -260,7 +261,7 @@ def grouped(
         say: Called with one line if groups hold runs that differ in more than their seed.
 
     Returns:
-        (parameters of the group, its runs), sorted by the values of the parameters.
+        (parameters of the group, its runs), in the order of `order_of_values`.
 
     Raises:
         ConfigError: No run has a parameter of `group`.
@@ -290,15 +291,46 @@ def group_keys(runs: Sequence[TrackedRun], group: Sequence[str] | None) -> list[
     return varied([run.params for run in runs])
 
 
+def order_of_values(runs: Iterable[TrackedRun]) -> Callable[[str, str | None], tuple]:
+    """Return the sort key of parameters' values: the one order of rows, columns, curves and cells.
+
+    Numbers come first, by size. Words come in the order in which the runs have them, which is that
+    of a sweep's configuration or of a ledger's rows; words of no run are last, by the alphabet.
+
+    Args:
+        runs: Runs in the order of their source.
+
+    Returns:
+        A function from a parameter's full name and its value, None if a run has none, to the key.
+    """
+    places: dict[tuple[str, str], int] = {}
+    for run in runs:
+        for item in run.params.items():
+            places.setdefault(item, len(places))
+
+    def place(key: str, value: str | None) -> tuple:
+        if value is None:
+            return (1, -1, "")
+        if key == SIDE_COLUMN:
+            return (1, SIDES.index(value), value)
+        try:
+            return (0, float(value), value)
+        except ValueError:
+            return (1, places.get((key, value), math.inf), value)
+
+    return place
+
+
 def _divided(
     runs: Sequence[TrackedRun], keys: Sequence[str]
 ) -> list[tuple[dict[str, str], list[TrackedRun]]]:
-    """Return the runs by their values of parameters, sorted by these values."""
+    """Return the runs by their values of parameters, in the order of `order_of_values`."""
+    place = order_of_values(runs)
     groups: dict[tuple, list[TrackedRun]] = {}
     for run in runs:
         groups.setdefault(tuple(value_of(run.params, key) for key in keys), []).append(run)
     divided = []
-    for values in sorted(groups, key=lambda values: list(map(by_size, values))):
+    for values in sorted(groups, key=lambda values: tuple(map(place, keys, values))):
         named = dict(zip(keys, values, strict=True))
         present = {key: value for key, value in named.items() if value is not None}
         divided.append((present, groups[values]))
@@ -319,7 +351,7 @@ def apart(
         say: Called with one line if runs are omitted.
 
     Returns:
-        (label, runs) of each part, sorted by the values of the other parameters.
+        (label, runs) of each part, in the order of `order_of_values`.
 
     Raises:
         ConfigError: No run has a parameter of `keys`.
@@ -461,17 +493,3 @@ def label(named: Mapping[str, str]) -> str:
         is_clear = short(key) in (*SECTIONS_WITH_NAME, SIDE_COLUMN)
         parts.append(value if is_clear else f"{short(key)} {value}")
     return ", ".join(parts)
-
-
-def by_size(text: str | None) -> tuple:
-    """Return the sort key of a value: numbers by size, then sides in their order, then text.
-
-    Args:
-        text: Value of a parameter; None sorts as an empty text.
-    """
-    if text in SIDES:
-        return (1, SIDES.index(text) - len(SIDES), "")
-    try:
-        return (0, float(text or ""), "")
-    except ValueError:
-        return (1, 0.0, text or "")

@@ -19,7 +19,7 @@ from raysim.spelling import did_you_mean
 def finished_rows(
     ledgers: Sequence[str | Path], wanted: Sequence[str], title: str, say: Callable[[str], None]
 ) -> list[FinishedRun]:
-    """Return the finished runs of ledgers.
+    """Return the finished runs of ledgers, in the order of their rows.
 
     Args:
         ledgers: The files. Of several rows of one run the first one counts.
@@ -45,8 +45,7 @@ def finished_rows(
         say(f"{counted(len(selected) - len(finished), 'left out')}: stopped early")
     if not finished:
         raise ConfigError(f"{title}: no run is finished; raysim sweep --ledger adds rows")
-    # Of runs with the same parameters reports use the last, and of rows the first one counts.
-    return [_finished_run(_completed(row)) for row in reversed(unique(finished))]
+    return [_finished_run(_completed(row)) for row in unique(finished)]
 
 
 def _completed(row: Row) -> Row:

@@ -74,7 +74,8 @@ class RunSource:
     ) -> list[TrackedRun]:
         """Return the finished runs with the history of a metric.
 
-        Of several runs with the same parameters and seed only the newest is returned.
+        Of several runs with the same parameters and seed only the newest is returned, of several
+        rows of ledgers only the first.
 
         Args:
             metric: Metric of the histories; see `with_histories`.
@@ -94,7 +95,9 @@ class RunSource:
             else:
                 runs = _finished_in_store(client, self.names, title, say)
             chosen = with_values([run.params for run in runs], self.where, "run")
-            selected = with_histories([runs[i] for i in chosen], title, metric, say, cost_unit)
+            done = [runs[i] for i in chosen]
+            first_counts = bool(self.ledgers)
+            selected = with_histories(done, title, metric, say, cost_unit, first_counts)
         known = frozenset(key for run in runs for key in run.params)
         return [replace(run, known=known) for run in selected]
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from raysim.metrics import accumulates
-from raysim.reports.grouping import by_size, split_scenario
+from raysim.reports.grouping import order_of_values, split_scenario
 from raysim.reports.published import PublishedResult
 from raysim.reports.table_row import (
     Figure,
@@ -18,6 +18,7 @@ from raysim.reports.table_row import (
     Rank,
     TableRow,
     differs,
+    place_of_row,
     short,
     value_key,
 )
@@ -253,8 +254,8 @@ class CrossTable(ResultsTable):
 
     def _best_cells(self) -> Iterable[tuple[int, int]]:
         left = self._parameters()
-        lines = [_order(row, left) for row in self.rows]
-        columns = [_order(row, self.across) for row in self.rows]
+        lines = self._places(left)
+        columns = self._places(self.across)
         _, methods = split_scenario(dict.fromkeys(self.across, ""))
         rivals = lines if methods else columns
         for i in _best_rows(self.rows, self.rows[0].figure, rivals):
@@ -280,14 +281,20 @@ class CrossTable(ResultsTable):
         left = self._parameters()
         columns: dict[tuple, str] = {}
         lines: dict[tuple, dict[str, Any]] = {}
-        for row in self.rows:
-            header = columns.setdefault(_order(row, self.across), self._header(row, names))
-            line = lines.setdefault(_order(row, left), {})
+        places = zip(self._places(left), self._places(self.across), strict=True)
+        for row, (line_place, column_place) in zip(self.rows, places, strict=True):
+            header = columns.setdefault(column_place, self._header(row, names))
+            line = lines.setdefault(line_place, {})
             for key in left.keys() & row.parameters.keys():
                 line[left[key]] = _value_name(left[key], row.parameters[key], names)
             line[header] = content(row)
         headers = [*left.values(), *(columns[place] for place in sorted(columns))]
         return pd.DataFrame([lines[place] for place in sorted(lines)], columns=headers)
+
+    def _places(self, keys: Collection[str]) -> list[tuple]:
+        """Return the sort key of each row by its values of some parameters."""
+        place = order_of_values(self.runs)
+        return [place_of_row(row, keys, place) for row in self.rows]
 
     def _header(self, row: TableRow, names: Names) -> str:
         """Return the header of a row's column: its values of the parameters across."""
@@ -298,11 +305,6 @@ class CrossTable(ResultsTable):
             if key in row.parameters
         ]
         return ", ".join(values) or MISSING_TEXT
-
-
-def _order(row: TableRow, keys: Iterable[str]) -> tuple:
-    """Return the sort key of a row by its values of some parameters."""
-    return tuple(by_size(row.parameters.get(key)) for key in keys)
 
 
 def _cell(row: TableRow) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raysim.metrics import is_share
@@ -228,6 +228,20 @@ class TableRow:
         if self.result and self.printed and self.printed.best is not None and std:
             return (self.result.mean - self.printed.best) / std
         return None
+
+
+def place_of_row(
+    row: TableRow, keys: Iterable[str], place: Callable[[str, str | None], tuple]
+) -> tuple:
+    """Return the place of a row by its values of some parameters.
+
+    Args:
+        row: The row.
+        keys: Full names of the parameters.
+        place: Sort key of a value, as from `grouping.order_of_values`.
+    """
+    # `shared` has the values as the runs have them, `parameters` as readers see them.
+    return tuple(place(key, row.shared.get(key, row.parameters.get(key))) for key in keys)
 
 
 def sort_key(row: TableRow) -> float:

@@ -197,15 +197,18 @@ def with_histories(
     metric: str | None,
     say: Callable[[str], None],
     cost_unit: CostUnit,
+    first_counts: bool = False,
 ) -> list[TrackedRun]:
     """Return finished runs with the history of a metric and their cost.
 
     Args:
-        done: Finished runs. Of several with the same parameters and seed the last one is used.
+        done: Finished runs. Of several with the same parameters and seed the last one is used,
+            in the place of the first one.
         title: Names of the runs, for errors.
         metric: Metric of the histories; None: `default_metric`. Runs without a value are omitted.
         say: Called with one line for each group of omitted runs.
         cost_unit: Unit of the runs' cost.
+        first_counts: Use the first one of several instead.
 
     Raises:
         MetricMissing: No run has the metric.
@@ -230,8 +233,9 @@ def with_histories(
     if not measured:
         raise MetricMissing(f"{title}: {_why_without(done, metric)}")
     measured = kept(list(done), measured, f"without '{metric}'")
-    newest = kept(measured, _newest(measured), "another one has the same parameters and seed")
-    runs = [_with_history(run, metric, cost_unit) for run in newest]
+    single = _one_each(measured, first_counts)
+    single = kept(measured, single, "another one has the same parameters and seed")
+    runs = [_with_history(run, metric, cost_unit) for run in single]
     runs = kept(runs, [run for run in runs if run.history], f"their '{metric}' is never a number")
     if cost_unit != "rounds":
         runs = kept(runs, [run for run in runs if run.costs], f"they do not log their {cost_unit}")
@@ -330,13 +334,15 @@ def _why_without(done: Sequence[FinishedRun], metric: str) -> str:
     return f"no run has a metric '{metric}'{theory_hint}{hint}"
 
 
-def _newest(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
-    """Return the last run for each combination of parameters and seed."""
-    newest: dict[str, FinishedRun] = {}
+def _one_each(runs: Sequence[FinishedRun], first_counts: bool) -> list[FinishedRun]:
+    """Return the first or the last run for each combination of parameters and seed."""
+    chosen: dict[str, FinishedRun] = {}
     for run in runs:
         kept = {k: v for k, v in run.params.items() if not k.startswith(KEYS_WITHOUT_EFFECT)}
-        newest[json.dumps(kept, sort_keys=True)] = run
-    return list(newest.values())
+        key = json.dumps(kept, sort_keys=True)
+        if not first_counts or key not in chosen:
+            chosen[key] = run
+    return list(chosen.values())
 
 
 def _costs_by_round(run: FinishedRun, kind: CostUnit) -> Mapping[int, float]:

@@ -21,7 +21,7 @@ from raysim.config.loading import read_config, shipped
 from raysim.errors import ConfigError
 from raysim.metrics.table import Metric
 from raysim.prepare.resolve import keys
-from raysim.reports import grouping, published, report_kinds
+from raysim.reports import grouping, ledger_runs, published, report_kinds
 from raysim.reports import runs as report_sources
 from raysim.reports.analysis import aggregate, plots, sensitivity
 from raysim.reports.analysis.aggregate import rows
@@ -44,6 +44,7 @@ pytestmark = pytest.mark.usefixtures("pictures")
 
 NUMBER = itertools.count()
 ALPHA = "partition.alpha"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def run(value: float | list[float], **params: object) -> TrackedRun:
@@ -83,8 +84,8 @@ def test_rows_by_side():
     ]
     table = rows([*runs, run(0.5, algorithm="foreign")], group=["side", "algorithm"])
     assert [(row.parameters.get("side"), row.parameters["algorithm.name"]) for row in table] == [
-        *(("client side", "fedavg-fedavg"), ("client side", "moon-fedavg")),
-        *(("server side", "fedavg-mifa"), ("both sides", "gradma-gradma"), (None, "foreign")),
+        *((None, "foreign"), ("client side", "moon-fedavg"), ("client side", "fedavg-fedavg")),
+        *(("server side", "fedavg-mifa"), ("both sides", "gradma-gradma")),
     ]
     assert "side" not in rows(runs)[0].parameters, "nobody asked"
 
@@ -269,24 +270,25 @@ def test_a_cross_table_has_a_column_for_each_value(tmp_path):
     )
     table = rows(attacks_and_defences(), group=["attack", "epsilon", "algorithm"])
     table = aggregate.add_published(table, published.read_published(str(paper)))
-    crossed = CrossTable(table, across=["algorithm.name"], names={"median": "Median"})
+    runs = attacks_and_defences()
+    crossed = CrossTable(table, runs=runs, across=["algorithm.name"], names={"median": "Median"})
     assert crossed.markdown().splitlines() == [
         "best accuracy % (and last where more than a standard deviation away), mean ± std over 2 "
         "seeds",
         "",
         "| attack | epsilon | avg | Median |",
         "| --- | --- | --- | --- |",
-        "| alie | – | – | 90.00, 1 seed |",
         "| ipm | 0.1 | 80.00 (60.00), 1 seed | – |",
         "| ipm | 100 | 73.00 ± 2.83 (70.00 ± 2.00 ✓) | 50.00 (90.00 ± 10.00 ✗), 1 seed |",
+        "| alie | – | – | 90.00, 1 seed |",
     ]
     assert r"73.00 $\pm$ 2.83 (70.00 $\pm$ 2.00 $\checkmark$)} &" in crossed.latex()
     assert crossed.latex().splitlines()[2] == r"\begin{tabular}{llrr}"
     assert crossed.latex().count("textbf") == 1, "other lines have one value"
     frame = crossed.frame
     assert list(frame) == ["attack", "epsilon", "avg", "Median"]
-    assert frame["epsilon"].tolist()[1:] == [0.1, 100]
-    assert frame["avg"].tolist() == pytest.approx([math.nan, 0.8, 0.73], nan_ok=True)
+    assert frame["epsilon"].tolist()[:2] == [0.1, 100]
+    assert frame["avg"].tolist() == pytest.approx([0.8, 0.73, math.nan], nan_ok=True)
     several = CrossTable(table, across=["attack", "epsilon"], names={"ipm, 100": "strong"})
     assert several.markdown().splitlines()[2] == "| algorithm | alie | ipm, 0.1 | strong |"
 
@@ -355,11 +357,42 @@ def test_the_metric_is_the_first_that_runs_have():
         assert found.metric == metric
 
 
+def test_words_are_in_the_order_of_the_sweep_and_numbers_by_size():
+    """In rows, columns and curves. A cell that the first method lacks moves no column."""
+    cells = [("median", 1), ("median", 0.1), ("avg", 10), ("avg", 1), ("krum", 0.1), ("krum", 10)]
+    runs = [run(0.5, algorithm=name, alpha=alpha) for name, alpha in cells]
+    table = rows(runs)
+    assert [" ".join(row.parameters.values()) for row in table] == [
+        *("median 0.1", "median 1", "avg 1", "avg 10", "krum 0.1", "krum 10")
+    ]
+    crossed = CrossTable(table, runs=runs, across=["partition.alpha"]).frame
+    assert list(crossed) == ["algorithm", "0.1", "1", "10"]
+    assert crossed["algorithm"].tolist() == ["median", "avg", "krum"]
+    crossed = CrossTable(table[::-1], runs=runs, across=["algorithm.name"]).frame
+    assert list(crossed) == ["partition.alpha", "median", "avg", "krum"]
+    assert grid(runs, "algorithm", "partition.alpha")[:2] == (
+        ["median", "avg", "krum"],
+        ["0.1", "1", "10"],
+    )
+    (method, _) = sensitivity.effects(runs, ["algorithm", "partition.alpha"], lambda run: 0.5)[:2]
+    assert [name for name, _ in method.means] == ["median", "avg", "krum"]
+
+
+def test_rows_of_ledgers_are_in_the_order_of_the_file_and_the_first_of_a_run_counts():
+    ledger = CONFIGS / "robust" / "table_fashionmnist.jsonl"
+    runs = ledger_runs.finished_rows([ledger], [], "", print)
+    assert [run.run_id for run in runs] == [f"{ledger}:{i}" for i in range(1, len(runs) + 1)]
+    twice = [FinishedRun(each, {}, frozenset({"loss"}), lambda _: [(1, 0.5)]) for each in "ab"]
+    for first_counts, expected in ((True, "a"), (False, "b")):
+        (kept,) = with_histories(twice, "", "loss", lambda _: None, "rounds", first_counts)
+        assert kept.run_id == expected
+
+
 def test_a_heatmap_of_several_parameters_needs_the_first_of_them():
     said: list[str] = []
     ((_, members),) = apart(attacks_and_defences(), ["algorithm", "attack,epsilon"], said.append)
     columns, lines, cells, _ = grid(members, "algorithm", "attack,epsilon", say=said.append)
-    assert (columns, lines) == (["avg", "median"], ["alie", "ipm, 0.1", "ipm, 100"])
+    assert (columns, lines) == (["avg", "median"], ["ipm, 0.1", "ipm, 100", "alie"])
     assert cells["avg", "ipm, 100"] == pytest.approx(0.73) and len(cells) == 4
     assert not said
 
@@ -409,7 +442,7 @@ def test_a_parameter_of_some_runs_is_one_of_reports_on_others(monkeypatch, tmp_p
         report_kinds.sweep_report(alie, silent, x="algorithm", y="epsilon")
     for group in ("algorithm,epsilon", "algorithm,attack,epsilon"):
         rows_of_alie = table_report(alie, silent, group=group).frame
-        assert rows_of_alie.best.tolist() == [0.6, 0.9]
+        assert rows_of_alie.best.tolist() == [0.9, 0.6]
     across = table_report(alie, silent, columns="attack,epsilon")
     assert across.frame.columns.tolist() == ["algorithm", "alie"]
     one = table_report(source("attack=ipm", "epsilon=100"), silent, columns="attack,epsilon")
@@ -417,7 +450,7 @@ def test_a_parameter_of_some_runs_is_one_of_reports_on_others(monkeypatch, tmp_p
     nothing = table_report(source("epsilon=null"), silent, columns="epsilon", group="epsilon")
     assert nothing.markdown().splitlines()[2:] == ["| – |", "| --- |", "| 75.00 ± 17.32 |"]
     found = table_report(source("epsilon=null,100"), silent, group="attack,epsilon").frame
-    assert found.attack.tolist() == ["alie", "ipm"] and found.epsilon.tolist()[1] == 100
+    assert found.attack.tolist() == ["ipm", "alie"] and found.epsilon.tolist()[0] == 100
     with pytest.raises(ConfigError, match=r"no run has a parameter 'epsilom'; did you mean 'eps"):
         table_report(alie, silent, group="epsilom")
 
@@ -632,17 +665,17 @@ def test_a_heatmap_has_the_papers_figures_names_and_dashes(tmp_path: Path, monke
     ((figure, (axes,)),) = drawn
     texts = {text.get_position(): text.get_text() for text in axes.texts}
     assert texts == {
-        (0, 0): "–",
-        (1, 0): "90.0\n(85.0)",
-        (0, 1): "80.0",
-        (1, 1): "–",
-        (0, 2): "73.0\n(70.0)",
-        (1, 2): "50.0",
+        (0, 0): "80.0",
+        (1, 0): "–",
+        (0, 1): "73.0\n(70.0)",
+        (1, 1): "50.0",
+        (0, 2): "–",
+        (1, 2): "90.0\n(85.0)",
     }
     columns, lines = axes.get_xticklabels(), axes.get_yticklabels()
     assert [tick.get_text() for tick in columns] == ["avg", "coordinate-wise median"]
     assert {(tick.get_ha(), tick.get_rotation()) for tick in columns} == {("right", 30)}
-    assert [tick.get_text() for tick in lines] == ["alie", "IPM, 0.1", "IPM, 100"]
+    assert [tick.get_text() for tick in lines] == ["IPM, 0.1", "IPM, 100", "alie"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("defence", "attack, ε")
     bar = figure.axes[-1].get_ylabel().replace("\n", "")
     assert bar == "best accuracy % (in brackets: paper)"

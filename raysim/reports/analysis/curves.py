@@ -9,9 +9,16 @@ from dataclasses import dataclass
 from raysim.errors import ConfigError
 from raysim.reports.analysis.aggregate import add_published, rows
 from raysim.reports.analysis.targets import refuse_unreachable
-from raysim.reports.grouping import apart, by_size, group_keys, grouped, label, resolved
+from raysim.reports.grouping import (
+    apart,
+    group_keys,
+    grouped,
+    label,
+    order_of_values,
+    resolved,
+)
 from raysim.reports.published import PublishedResult
-from raysim.reports.table_row import MeanStd
+from raysim.reports.table_row import MeanStd, place_of_row
 from raysim.reports.tracked import Statistic, TrackedRun
 from raysim.reports.value_names import readable
 
@@ -141,9 +148,9 @@ def grid(
         printed: Published results, as from `published.read_published`.
 
     Returns:
-        The sorted values of x, those of y, the mean result by (value of x, value of y), and the
-        published best value of the pairs that have one. The value of several parameters is their
-        values, with commas.
+        The values of x and those of y in the order of `order_of_values`, the mean result by (value
+        of x, value of y), and the published best value of the pairs that have one. The value of
+        several parameters is their values, with commas.
 
     Raises:
         ConfigError: No run has a parameter, or no run has both.
@@ -154,13 +161,14 @@ def grid(
     cells: dict[tuple[str, str], float] = {}
     published: dict[tuple[str, str], float] = {}
     orders: list[dict[str, tuple]] = [{}, {}]
+    place = order_of_values(runs)
     for row in table:
         if row.result and all(of_axis[0] in row.parameters for of_axis in keys):
             pair = []
             for of_axis, order in zip(keys, orders, strict=True):
                 values = [row.parameters.get(key) for key in of_axis]
                 pair.append(", ".join(filter(None, values)))
-                order[pair[-1]] = tuple(map(by_size, values))
+                order[pair[-1]] = place_of_row(row, of_axis, place)
             first, second = pair
             cells[first, second] = row.result.mean
             if row.printed is not None and row.printed.best is not None:

@@ -136,7 +136,9 @@ def _effect(name: str, texts: Sequence[str], results: Sequence[float]) -> Effect
     numbers = _as_numbers(texts)
     values = numbers or list(texts)
     groups = _thirds(numbers) if len(set(numbers)) > MAX_UNGROUPED_VALUES else list(texts)
-    ordered = sorted(zip(values, groups, results, strict=True))
+    ordered = list(zip(values, groups, results, strict=True))
+    if numbers:
+        ordered.sort()
     members = _members([value for _, _, value in ordered], [group for _, group, _ in ordered])
     means = [(group, fmean(values_of_group)) for group, values_of_group in members.items()]
     return Effect(

@@ -22,7 +22,6 @@ from raysim.reports import grouping
 from raysim.reports.analysis.aggregate import direction
 from raysim.reports.analysis.comparisons import paired_difference
 from raysim.reports.claims.claim_section import Claim, ClaimSide, RoundsTo
-from raysim.reports.grouping import by_size
 from raysim.reports.published import same_value
 from raysim.reports.table_columns import (
     MISSING_TEXT,
@@ -155,7 +154,8 @@ def _values_of_lines(
             expected = {**named, **dict(zip(listed, values, strict=True))}
             if not any(_same(expected, other) for other in lines):
                 lines.append(expected)
-    return sorted(lines, key=lambda named: [by_size(named[key]) for key in keys])
+    place = grouping.order_of_values(compared)
+    return sorted(lines, key=lambda named: [place(key, named[key]) for key in keys])
 
 
 def _same(named: Mapping[str, str], other: Mapping[str, str]) -> bool:
