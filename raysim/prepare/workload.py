@@ -226,6 +226,12 @@ def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
     rule_checks.check_selection(config, server)
     privacy_checks.check_privacy(config, client, server, model)
     personal = personal_parts(config, client, model)
+    all_personal = personal.size == workload.problem.size
+    if all_personal and server.lr != 1.0 and set(client.sends) == {"delta"}:
+        raise ConfigError(
+            f"{server_section}.lr: all {personal.size} parameters are personal (local.personal, or "
+            "the client rule), so the server makes no step; leave it out"
+        )
     rule_checks.warn_of_averaged_statistics(server, model, personal)
     rule_checks.check_local_steps(config, client)
     rule_checks.check_groups(config, (client, server), rules.groups, workload.problem, model)
@@ -234,7 +240,7 @@ def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
     for name, rule in {"": client, **rules.groups}.items():
         key = config.upload_key(name)
         section = config.uploads[key]
-        if section and personal.size == workload.problem.size:
+        if section and all_personal:
             raise ConfigError(
                 f"{key}: clients send none of the {personal.size} parameters, since all are "
                 "personal (local.personal, or the client rule); leave the stages out"

@@ -408,10 +408,17 @@ def test_a_metric_of_raysim_keeps_its_unit(side, name, unit, known, mine):
     )
 
 
-@pytest.mark.parametrize("name", ["fedproto", "feddistill"])
-def test_a_step_size_that_does_nothing_is_refused(name, mine):
-    config = mine("", name="") | {"algorithm": {"name": name, "lr": 0.5}, "model": "mlp"}
-    said = refused(config)
-    assert said.startswith(f"algorithm.lr: server rule '{name}' makes no step of this size; leave")
+NO_STEP = "algorithm.lr: server rule '{}' makes no step of this size; leave"
+ALL_PERSONAL = "algorithm.lr: all 1210 parameters are personal (local.personal, or the client"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("fedproto", NO_STEP), ("feddistill", NO_STEP), ("local_only", ALL_PERSONAL)],
+)
+def test_a_step_size_that_does_nothing_is_refused(name, message, mine):
+    model = {"name": "mlp", "hidden": [16]}
+    config = mine("", name="") | {"algorithm": {"name": name, "lr": 0.5}, "model": model}
+    assert refused(config).startswith(message.format(name))
     config["algorithm"]["lr"] = 1.0
     prepare(read_run_config(config, {}))
