@@ -67,6 +67,8 @@ class FedAsyncServer(ServerRule):
             raise ValueError(
                 "a: has no place in staleness=constant; give polynomial or hinge with it"
             )
+        if self.c != 4.0 and self.staleness != "hinge":
+            raise ValueError("c: has a place in staleness=hinge only; give that with it")
 
     @property
     def uploads(self) -> Uploads:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+import method_costs
 import yaml
 from fields import entry
 from result_pages import CONFIGS, REPOSITORY, about
@@ -62,6 +63,7 @@ def _page(method: Algorithm) -> Iterator[str]:
     assert docstring is not None, path
     yield f"# {method.name}\n"
     yield f"{method.paper}. State: {method.state}. Traffic for each client: {method.traffic}.\n"
+    yield method_costs.sentence(method.name)
     yield LETTERS
     run_it = command(method) or f"raysim run quickstart algorithm={method.name}"
     yield f"```bash\n{run_it}\n```\n"

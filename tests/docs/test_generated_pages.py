@@ -24,14 +24,17 @@ EXTENSIONS = Path(__file__).resolve().parents[2] / "docs" / "_ext"
 
 @pytest.fixture(scope="module")
 def extension() -> Iterator[Any]:
-    """extension(name): a module of docs/_ext."""
+    """extension(name): a module of docs/_ext. Pages of methods lack the costs: a minute of runs."""
     pytest.importorskip("sphinx", reason="needs raysim[docs]")
     sys.path.insert(0, str(EXTENSIONS))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(importlib.import_module("method_costs"), "sentence", lambda name: "")
 
     def load(name: str) -> ModuleType:
         return importlib.import_module(name)
 
     yield load
+    patch.undo()
     sys.path.remove(str(EXTENSIONS))
 
 
@@ -151,6 +154,25 @@ def test_a_method_page_says_where_it_differs_and_what_bounds_its_keys(extension)
         ("median", "read by eye: Blades publishes no numbers"),
     ]:
         assert said in pages[method], (method, said)
+
+
+def test_costs_of_methods_are_those_of_their_papers(extension):
+    """Gradients by step, and numbers in multiples of P. FedProto sends C = 10 sums of F = 16
+    features and C counts, and receives C means."""
+    measured = extension("method_costs").measured
+    plain = measured("fedavg")
+    for name, expected in {
+        "fedavg": (1, 1, 1, 0, 0),
+        "scaffold": (1, 2, 2, 1, 1),
+        "fedsam": (2, 1, 1, 0, 0),
+        "ditto": (2, 1, 1, 1, 0),
+        "local_only": (1, 0, 0, 1, 0),
+        "fedproto": (1.5, 160 / 1210, 170 / 1210, 1, 160 / 1210),
+    }.items():
+        cost = measured(name)
+        figures = cost.arithmetic / plain.arithmetic, cost.down, cost.up, cost.client, cost.server
+        assert figures == pytest.approx(expected, rel=0.03), name
+    assert measured("feddf") is None and measured("fedbn") is None
 
 
 def test_a_method_page_has_the_figures_of_rows_and_of_columns_with_their_commands(extension):
