@@ -58,7 +58,7 @@ class _Arithmetic(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a round: operations, and traffic and state in multiples of P; of the server beside x."""
+    """Operations of a round, and traffic and state in multiples of P; the server's beside x."""
 
     arithmetic: float
     down: float
@@ -83,9 +83,8 @@ def measured(name: str) -> Cost | None:
         executor.open(plan)
         rounds = Engine(plan, executor).rounds()
         next(rounds)  # the first round is trained by then
-        before, figures = arithmetic.total, {}
-        for figures in rounds:
-            pass
+        before = arithmetic.total
+        figures = list(rounds)[-1]
         executor.close()
     # Traffic is cumulative, and a number has four bytes.
     P = 4 * plan.problem.size
