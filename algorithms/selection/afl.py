@@ -6,6 +6,10 @@ known since its last round. The share alpha1 of the clients with the smallest va
 the rest uniformly from the other clients. A client that was never seen counts as -infinity. The
 losses are those of the model that the client received.
 
+The paper does not say how alpha3 of the cohort is rounded. Here it is to the nearest number: with
+alpha3 = 0.1 a cohort of five has no client that is drawn uniformly, so the first cohort takes part
+in every round. Take a larger alpha3 for small cohorts.
+
 Run: raysim run quickstart algorithm=afl
 """
 

@@ -6,6 +6,7 @@ counts in each pass.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from dataclasses import dataclass
 from functools import cache
@@ -78,6 +79,8 @@ def measured(name: str) -> Cost | None:
     needs_public = method.client.needs_public_data or method.server.needs_public_data
     if needs_public or method.defaults.get("local", {}).get("buffers") == "personal":
         return None
+    # Each run would announce its stages among the messages of the build.
+    logging.getLogger("raysim").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder, _Arithmetic() as arithmetic:
         plan, executor = prepare({**TINY_RUN, "algorithm": name, "run_dir": folder}), Inline()
         executor.open(plan)

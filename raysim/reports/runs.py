@@ -30,7 +30,7 @@ from raysim.reports.tracked import (
 from raysim.spelling import did_you_mean
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import open_store
-from raysim.tracking.recorder import FORK_CHANGES, FORK_ROUND, RESUMED_ROUNDS
+from raysim.tracking.recorder import FORK_CHANGES, FORK_ROUND, POSITION, RESUMED_ROUNDS
 from raysim.tracking.spool import Tail
 
 
@@ -114,11 +114,17 @@ def _finished_in_store(
         say(f"{counted(len(trained) - len(done), 'left out')}: unfinished or failed")
     if not done:
         raise ConfigError(f"{title}: {_why_empty(trained)}")
+    done.sort(key=lambda run: run.info.start_time)
+    starts: dict[str, int] = {}
     finished = []
-    for run in sorted(done, key=lambda run: run.info.start_time):
-        run_id = run.info.run_id
+    for run in done:
+        run_id, tags = run.info.run_id, run.data.tags
+        # Trials of a sweep start in parallel, so their position is not the order of their starts.
+        start = starts.setdefault(tags.get("mlflow.parentRunId", run_id), run.info.start_time)
+        place = start, int(tags.get(POSITION, 0))
         history = partial(_history, client, run_id)
-        finished.append(FinishedRun(run_id, _parameters(run), frozenset(run.data.metrics), history))
+        metrics = frozenset(run.data.metrics)
+        finished.append(FinishedRun(run_id, _parameters(run), metrics, history, place))
     return finished
 
 

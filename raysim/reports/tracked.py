@@ -180,6 +180,9 @@ class FinishedRun:
     history: Callable[[str], list[tuple[int, float]]]
     """Function from a metric to its values as (round, value), by ascending rounds, without NaN."""
 
+    place: tuple[int, int] = (0, 0)
+    """Place in reports: start of its sweep, and position there."""
+
 
 def counted(count: int, text: str) -> str:
     """Return a number of runs with a text: "2 runs left out".
@@ -202,8 +205,7 @@ def with_histories(
     """Return finished runs with the history of a metric and their cost.
 
     Args:
-        done: Finished runs. Of several with the same parameters and seed the last one is used,
-            in the place of the first one.
+        done: Finished runs. Of several with the same parameters and seed the last one is used.
         title: Names of the runs, for errors.
         metric: Metric of the histories; None: `default_metric`. Runs without a value are omitted.
         say: Called with one line for each group of omitted runs.
@@ -235,6 +237,7 @@ def with_histories(
     measured = kept(list(done), measured, f"without '{metric}'")
     single = _one_each(measured, first_counts)
     single = kept(measured, single, "another one has the same parameters and seed")
+    single.sort(key=lambda run: run.place)
     runs = [_with_history(run, metric, cost_unit) for run in single]
     runs = kept(runs, [run for run in runs if run.history], f"their '{metric}' is never a number")
     if cost_unit != "rounds":

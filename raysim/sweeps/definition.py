@@ -52,6 +52,9 @@ class Trial:
     folder: Path
     """Absolute path of the run's folder."""
 
+    position: int = 0
+    """Number of trials before it in the sweep."""
+
     @property
     def title(self) -> str:
         """Values of the keys that vary as text, or the label if none varies."""

@@ -117,7 +117,7 @@ def _resolved_trials(
         values = {axis: point[axis] for axis in axes if axis in point}
         run_name = f"{plan.file_label}-{config.seed}-{key[:12]}"
         folder = root / config.tracking.folder / "trials" / run_name
-        trials[key] = Trial(values, config, plan.label, folder)
+        trials[key] = Trial(values, config, plan.label, folder, len(trials))
     return trials
 
 

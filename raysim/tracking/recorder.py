@@ -22,6 +22,9 @@ from raysim.tracking.spool import Spool, plain
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 """Status of a run in MLflow."""
 
+POSITION = "raysim.position"
+"""Tag of a trial with the number of trials before it in its sweep."""
+
 FORK_ROUND = "fork.round"
 """Tag of a fork: the number of rounds before it."""
 

@@ -388,6 +388,27 @@ def test_rows_of_ledgers_are_in_the_order_of_the_file_and_the_first_of_a_run_cou
         assert kept.run_id == expected
 
 
+def test_trials_are_in_the_order_of_their_sweep_however_they_start(monkeypatch):
+    """A run that no sweep has made is where it started."""
+    stored = []
+    for run_id, start, tags in (
+        ("third", 30, {"mlflow.parentRunId": "s", "raysim.position": "2"}),
+        ("second", 31, {"mlflow.parentRunId": "s", "raysim.position": "1"}),
+        ("first", 32, {"mlflow.parentRunId": "s", "raysim.position": "0"}),
+        ("alone", 40, {}),
+        ("before", 20, {}),
+    ):
+        info = SimpleNamespace(run_id=run_id, start_time=start, status="FINISHED")
+        data = SimpleNamespace(params={"algorithm.name": run_id}, metrics={"loss": 0.5}, tags=tags)
+        stored.append(SimpleNamespace(info=info, data=data))
+    monkeypatch.setattr(report_sources, "_selected", lambda client, name: stored)
+    monkeypatch.setattr(report_sources, "_history", lambda *_: [(1, 0.5)])
+    done = report_sources._finished_in_store(None, ["study"], "", print)
+    table = rows(with_histories(done, "", "loss", print, "rounds"), "loss")
+    names = [row.parameters["algorithm.name"] for row in table]
+    assert names == ["before", "first", "second", "third", "alone"]
+
+
 def test_a_heatmap_of_several_parameters_needs_the_first_of_them():
     said: list[str] = []
     ((_, members),) = apart(attacks_and_defences(), ["algorithm", "attack,epsilon"], said.append)

@@ -408,6 +408,13 @@ def test_a_metric_of_raysim_keeps_its_unit(side, name, unit, known, mine):
     )
 
 
+def test_a_limit_of_another_kind_of_staleness_is_refused(mine):
+    config = mine("", name="") | {"algorithm": {"name": "fedasync", "c": 2.0}}
+    assert refused(config).startswith("algorithm.c: has a place in staleness=hinge only")
+    config["algorithm"]["staleness"] = "hinge"
+    prepare(read_run_config(config, {}))
+
+
 NO_STEP = "algorithm.lr: server rule '{}' makes no step of this size; leave"
 ALL_PERSONAL = "algorithm.lr: all 1210 parameters are personal (local.personal, or the client"
 

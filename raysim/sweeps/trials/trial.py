@@ -28,7 +28,7 @@ from raysim.sweeps.early_stopping import EarlyStopping, RungTracker
 from raysim.sweeps.preparation import load_once
 from raysim.sweeps.search_space import as_text
 from raysim.system import files, lock
-from raysim.tracking.recorder import Recorder
+from raysim.tracking.recorder import POSITION, Recorder
 
 logger = logging.getLogger("raysim")
 
@@ -116,13 +116,14 @@ def set_aside_error(trial: Trial) -> None:
 
 
 def labels_of(trial: Trial) -> dict[str, str]:
-    """Return the tags of a trial in MLflow: its name and the values of the keys that vary.
+    """Return the tags of a trial in MLflow: its name, its position and the values that vary.
 
     Args:
         trial: A trial of a sweep.
     """
     return {
         "mlflow.runName": trial.title[:250],
+        POSITION: str(trial.position),
         **{f"sweep.{key}": as_text(v) for key, v in trial.values.items()},
     }
 
