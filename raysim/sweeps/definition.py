@@ -11,7 +11,7 @@ import csv
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Trial:
     folder: Path
     """Absolute path of the run's folder."""
 
-    position: int = 0
+    position: int = field(default=0, compare=False)
     """Number of trials before it in the sweep."""
 
     @property

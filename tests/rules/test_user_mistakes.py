@@ -410,6 +410,7 @@ def test_a_metric_of_raysim_keeps_its_unit(side, name, unit, known, mine):
 
 def test_a_limit_of_another_kind_of_staleness_is_refused(mine):
     config = mine("", name="") | {"algorithm": {"name": "fedasync", "c": 2.0}}
+    config["schedule"] = {"name": "kasync", "k": 2, "concurrency": 4}
     assert refused(config).startswith("algorithm.c: has a place in staleness=hinge only")
     config["algorithm"]["staleness"] = "hinge"
     prepare(read_run_config(config, {}))
