@@ -40,7 +40,8 @@ TINY_RUN: dict[str, Any] = {
 HOW = (
     f"All {CLIENTS} clients on digits, one epoch of batches of 16, a net with P = 1,210 numbers of "
     "four bytes, defaults otherwise; arithmetic is that of matrix products of "
-    "clients and server in the second round. What a method computes only of candidates, or in later rounds, is not in it."
+    "clients and server in the second round. What a method computes only of "
+    "candidates, or in later rounds, is not in it."
 )
 
 
