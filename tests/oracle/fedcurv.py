@@ -24,11 +24,6 @@ def diagonal(net, w, x, y) -> np.ndarray:
     return total / len(x)
 
 
-def penalty(y, A, b, lam) -> float:
-    """But for what does not depend on y."""
-    return float(lam * (y @ (A * y) - 2 * b @ y))
-
-
 def penalty_gradient(y, A, b, lam) -> np.ndarray:
     return 2 * lam * (A * y - b)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import averaging
 from .fedavg import at
-from .nets import Blocks, cross_entropy, cross_entropy_gradient, log_softmax
+from .nets import Blocks, cross_entropy_gradient, log_softmax
 
 
 def divergence(o_l, o, T: float) -> tuple[float, np.ndarray, np.ndarray]:
@@ -24,21 +24,6 @@ def divergence(o_l, o, T: float) -> tuple[float, np.ndarray, np.ndarray]:
     each = (P * (log_P - log_Q)).sum(axis=1, keepdims=True)
     n = len(o)
     return float(each.mean()), P * (log_P - log_Q - each) / (T * n), (Q - P) / (T * n)
-
-
-def loss(
-    net: Blocks, w, x_t, x, y, *, lambda1=1.0, lambda2=1.0, lambda3=1.0, temperature=1.0
-) -> float:
-    out = net.forward(w, x)
-    L = len(net.hidden)
-    value = lambda1 * cross_entropy(out.logits, y)
-    for l in range(1, L + 1):
-        o_l = net.forward(x_t, out.levels[l - 1], start=l).logits
-        value += (
-            lambda2 / L * cross_entropy(o_l, y)
-            + lambda3 / L * divergence(o_l, out.logits, temperature)[0]
-        )
-    return value
 
 
 def gradient(

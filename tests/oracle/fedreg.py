@@ -81,10 +81,6 @@ def soft_loss_gradient(z: np.ndarray, targets: np.ndarray, eps: float = INSIDE_L
     return p * (dp - (p * dp).sum(axis=1, keepdims=True)) / len(z)
 
 
-def loss(net, w, x, targets, eps: float = INSIDE_LOG) -> float:
-    return soft_loss(net.forward(w, x).logits, targets, eps)
-
-
 def gradients(net, w, x, targets, eps: float = INSIDE_LOG) -> tuple[np.ndarray, np.ndarray]:
     """In w [P] and in x [n, inputs]."""
     out = net.forward(w, x)

@@ -15,7 +15,7 @@ import numpy as np
 
 from . import averaging
 from .fedavg import at
-from .nets import Blocks, cross_entropy, cross_entropy_gradient
+from .nets import Blocks, cross_entropy_gradient
 
 EPS = 1e-8
 
@@ -40,11 +40,6 @@ def contrast(z, z_g, z_p, T: float) -> tuple[float, np.ndarray]:
     p_g, p_p = np.exp(c_g / T - log_sum), np.exp(c_p / T - log_sum)
     dz = ((p_g - 1) / T)[:, None] * dc_g + (p_p / T)[:, None] * dc_p
     return float((log_sum - c_g / T).mean()), dz / len(z)
-
-
-def loss(net: Blocks, w, x, y, z_g, z_p, *, mu, temperature) -> float:
-    out = net.forward(w, x)
-    return cross_entropy(out.logits, y) + mu * contrast(out.levels[-1], z_g, z_p, temperature)[0]
 
 
 def gradient(net: Blocks, w, x, y, z_g, z_p, *, mu, temperature) -> tuple[np.ndarray, list]:

@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.oracle_problems import problem, quadratic
+from support.oracle_problems import quadratic
 
 from . import asynchronous as A
-from . import fedavg, moon
-from .nets import Blocks
 
 FRESH, ONCE, TWICE = 1.0, 0.7357588823428847, 0.5413411329464508
 """(e/2)^-s for s = 0, 1, 2."""
@@ -89,44 +87,6 @@ def test_a_round_without_uploads_changes_nothing_and_counts():
     assert len(xs) == 4 and (xs[3] != xs[2]).any()
 
 
-@pytest.mark.parametrize("weights", ["uniform", "samples"])
-def test_in_step_it_is_the_synchronous_oracle(weights):
-    _, (x0, cohorts, sizes, batches, grad) = problem()
-    turns = [[(i, t) for i in fedavg.present(c, sizes, batches[t])] for t, c in enumerate(cohorts)]
-    hyper = {"weights": weights, "lr": lambda t: 0.5 + 0.1 * t}
-    of_theirs = {"weights": weights, "server_lr": hyper["lr"], "lr": lambda t: 0.1 * (t + 1)}
-    lr = of_theirs["lr"]
-    for train, rule, theirs in [
-        (A.sgd(grad, lr), A.FedAvg(**hyper), fedavg.fedavg(x0, cohorts, sizes, batches, grad, **of_theirs)),
-        (A.prox(grad, lr, 0.4), A.FedAvg(**hyper),
-         fedavg.fedprox(x0, cohorts, sizes, batches, grad, mu=0.4, **of_theirs)),
-        (A.sgd(grad, lr), A.FedAvg(beta1=0.6, **hyper),
-         fedavg.fedavgm(x0, cohorts, sizes, batches, grad, beta1=0.6, **of_theirs)),
-        (A.sgd(grad, lr), A.FedBuff(beta1=0.6, **hyper),
-         fedavg.fedavgm(x0, cohorts, sizes, batches, grad, beta1=0.6, **of_theirs)),
-        *[(A.sgd(grad, lr), rule, fedavg.fedavg(x0, cohorts, sizes, batches, grad, **of_theirs))
-          for rule in (A.DynSGD(**hyper), A.DynSGD(**hyper, normalise=False), A.TWAFL(**hyper), A.REFL(**hyper),
-                       A.FedHist(2, **hyper, length=0, ina=False),
-                       A.WKAFL(**hyper, alpha=0.0, theta=-2.0, clip=None, sharpness=0.0, decay=0.0))],
-    ]:  # fmt: skip
-        ours = A.run(x0, turns, sizes, batches, train, rule)
-        np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-13, err_msg=str(rule))
-        assert np.abs(ours[-1] - ours[0]).max() > 0.1
-
-
-def test_moon_in_step_is_the_synchronous_oracle():
-    net, rng = Blocks(4, [5], 3), np.random.default_rng(1)
-    data = {i: (rng.normal(size=(6, 4)), rng.integers(0, 3, size=6)) for i in range(3)}
-    cohorts, x0 = [[0, 1], [1, 2], [0, 1]], rng.normal(size=net.size)
-    batches = [{i: [np.arange(3), np.arange(3, 6)] for i in cohort} for cohort in cohorts]
-    turns = [[(i, t) for i in cohort] for t, cohort in enumerate(cohorts)]
-    theirs = moon.run(x0, cohorts, [6] * 3, batches, net, data, lr=0.3, mu=2.0, temperature=0.3)
-    ours = A.run(x0, turns, [6] * 3, batches, A.contrast(net, data, 0.3, 2.0, 0.3), A.FedAvg())
-    np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-13)
-    plain = A.run(x0, turns, [6] * 3, batches, A.contrast(net, data, 0.3, 0.0, 0.3), A.FedAvg())
-    assert np.abs(plain[-1] - theirs[-1]).max() > 1e-3
-
-
 # --- weights
 
 
@@ -162,20 +122,6 @@ def test_moon_in_step_is_the_synchronous_oracle():
 )
 def test_weights_by_hand(rule, staleness, n, expected):
     np.testing.assert_allclose(step(rule, arrivals(staleness, n)), expected, rtol=3e-6)
-
-
-def test_schedules_are_by_round():
-    def halves(t):
-        return 0.5**t
-
-    for rule in (A.FedAvg, A.DynSGD, A.TWAFL, A.REFL, A.WKAFL, A.FedBuff):
-        plain, halved = (step(rule(lr=lr), arrivals([0, 0]), t=3) for lr in (1.0, halves))
-        np.testing.assert_allclose(halved, plain / 8)
-        assert plain.any()
-    plain, halved = (
-        step(A.FedHist(2, lr=lr, rho=1.0), arrivals([0, 0]), t=3) for lr in (1.0, halves)
-    )
-    np.testing.assert_allclose(halved, plain / 8)
 
 
 def test_fedbuffs_momentum_by_hand():
