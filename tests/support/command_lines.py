@@ -1,4 +1,3 @@
-# ruff: noqa: RUF005
 """Run odd command lines, each in a process of its own: `python command_lines.py CASES SEED FOLDER`.
 
 Prints one JSON object: how the cases ended, and the wrong ones with their arguments. Wrong is a
@@ -46,315 +45,50 @@ CODES = {0, 1, 2}
 VALID = TO_CHANGE | {"checkpoint": {"every": 0}}
 
 NASTY = [
-    *(
-        "",
-        " ",
-        "null",
-        "~",
-        "true",
-        ".nan",
-        ".inf",
-        "-.inf",
-        "1e400",
-        "1e-400",
-        "-1",
-        "0",
-        "1",
-        "2",
-        "7",
-        "0.5",
-        "1.5",
-    ),
-    *(
-        "9" * 400,
-        "9" * 4400,
-        "-" + "9" * 5000,
-        "0x1f",
-        "1_000",
-        "1:30",
-        "2024-01-01",
-        "2024-13-45",
-        "1e308",
-        "1e-320",
-    ),
-    *(
-        "[",
-        "[]",
-        "{}",
-        "[1,2",
-        "{a: 1}",
-        "{name: x}",
-        "{name: [x]}",
-        "[[0, 0.1], [2, 0]]",
-        "[[0, 0.1], [2, -1]]",
-    ),
-    *(
-        "[" * 600 + "]" * 600,
-        "{a: " * 600 + "}" * 600,
-        "!!int 1.5",
-        "!!float abc",
-        "!!python/object:os.system x",
-    ),
-    *(
-        "&a [*a]",
-        "*x",
-        "&a x",
-        "!!set {a}",
-        "!!binary x",
-        "? [1]",
-        "ünïcode ☃ 名",
-        "\x07",
-        "a\nb",
-        "a\tb",
-        "\udcff",
-    ),
-    *(
-        "a" * 300,
-        "a" * 5000,
-        "a/" * 2500,
-        "../../..",
-        "/",
-        ".",
-        "..",
-        "/dev/null",
-        "/dev/zero",
-        "/proc/self/mem",
-    ),
-    *(
-        "nosuch.py:X",
-        "json:loads",
-        "os:system",
-        ":",
-        "x:",
-        ":x",
-        "a:b:c",
-        "=",
-        "==",
-        "-",
-        "--",
-        "%s%s%n",
-        "{0}",
-        "'",
-    ),
-    *(
-        '"',
-        "0..5",
-        "5..0",
-        "0..99999999999",
-        "-1..3",
-        "range(0,1,1e-9)",
-        "range(1e400)",
-        "range()",
-        "range(0,1,0)",
-    ),
-    *(
-        "range(0,10)",
-        "uniform(0,1)",
-        "loguniform(0,1)",
-        "randint(1.5,2)",
-        "choice()",
-        "choice(a,b",
-        "1,2,3",
-        ",",
-        "1,,2",
-    ),
-    *(
-        "fedavg,gradma",
-        "[fedavg, gradma]",
-        "full",
-        "auto",
-        "1GB",
-        "-1GB",
-        "9" * 400 + "GB",
-        "1e5000GB",
-        "ray",
-        "~nobody/x",
-    ),
-    *(
-        "loop",
-        "lanes",
-        "pooled",
-        "sync",
-        "kasync",
-        "buffered",
-        "cuda",
-        "float64",
-        "sqlite:///x.db",
-        "ftp://x",
-        "a b",
-    ),
-    *(
-        "1000000",
-        "4294967296",
-        "9223372036854775807",
-        "9223372036854775808",
-        "1e18",
-        str(10**30),
-        "file",
-        "trace",
-    ),
-]
+    "", " ", "null", "~", "true", ".nan", ".inf", "-.inf", "1e400", "1e-400", "-1", "0", "1", "2",
+    "7", "0.5", "1.5", "9" * 400, "9" * 4400, "-" + "9" * 5000, "0x1f", "1_000", "1:30",
+    "2024-01-01", "2024-13-45", "1e308", "1e-320", "[", "[]", "{}", "[1,2", "{a: 1}", "{name: x}",
+    "{name: [x]}", "[[0, 0.1], [2, 0]]", "[[0, 0.1], [2, -1]]", "[" * 600 + "]" * 600,
+    "{a: " * 600 + "}" * 600, "!!int 1.5", "!!float abc", "!!python/object:os.system x", "&a [*a]",
+    "*x", "&a x", "!!set {a}", "!!binary x", "? [1]", "ünïcode ☃ 名", "\x07", "a\nb", "a\tb",
+    "\udcff", "a" * 300, "a" * 5000, "a/" * 2500, "../../..", "/", ".", "..", "/dev/null",
+    "/dev/zero", "/proc/self/mem", "nosuch.py:X", "json:loads", "os:system", ":", "x:", ":x",
+    "a:b:c", "=", "==", "-", "--", "%s%s%n", "{0}", "'", '"', "0..5", "5..0", "0..99999999999",
+    "-1..3", "range(0,1,1e-9)", "range(1e400)", "range()", "range(0,1,0)", "range(0,10)",
+    "uniform(0,1)", "loguniform(0,1)", "randint(1.5,2)", "choice()", "choice(a,b", "1,2,3", ",",
+    "1,,2", "fedavg,gradma", "[fedavg, gradma]", "full", "auto", "1GB", "-1GB", "9" * 400 + "GB",
+    "1e5000GB", "ray", "~nobody/x", "loop", "lanes", "pooled", "sync", "kasync", "buffered", "cuda",
+    "float64", "sqlite:///x.db", "ftp://x", "a b", "1000000", "4294967296", "9223372036854775807",
+    "9223372036854775808", "1e18", str(10**30), "file", "trace",
+]  # fmt: skip
 NUMBERS = [
-    *(
-        "0",
-        "1",
-        "1",
-        "2",
-        "2",
-        "3",
-        "3",
-        "4",
-        "5",
-        "8",
-        "12",
-        "20",
-        "100",
-        "1000",
-        "65536",
-        "1000000",
-        "-1",
-        "0.1",
-        "0.5",
-    ),
-    *(
-        "0.9",
-        "1.0",
-        "1.5",
-        "3.0",
-        "1e-9",
-        "1e-320",
-        "1e9",
-        "1e30",
-        "1e308",
-        "1e400",
-        ".nan",
-        "nan",
-        "inf",
-        "true",
-        "false",
-    ),
-    *(
-        "null",
-        "4294967296",
-        "9223372036854775807",
-        "9223372036854775808",
-        str(10**30),
-        "9" * 400,
-        "[[0, 0.1], [2, 0.2]]",
-    ),
-    *(
-        "[1]",
-        "[0]",
-        "0..2",
-        "0.1,0.2",
-        "uniform(0,1)",
-        "loguniform(1e-300,1e300)",
-        "randint(0,9223372036854775808)",
-    ),
-    *(
-        "uniform(-1e308,1e308)",
-        "range(0,1,0.25)",
-        "range(-1e308,1e308,1e300)",
-        "choice(1,2)",
-        "direct",
-        "drop",
-        "finish",
-    ),
-]
+    "0", "1", "1", "2", "2", "3", "3", "4", "5", "8", "12", "20", "100", "1000", "65536", "1000000",
+    "-1", "0.1", "0.5", "0.9", "1.0", "1.5", "3.0", "1e-9", "1e-320", "1e9", "1e30", "1e308",
+    "1e400", ".nan", "nan", "inf", "true", "false", "null", "4294967296", "9223372036854775807",
+    "9223372036854775808", str(10**30), "9" * 400, "[[0, 0.1], [2, 0.2]]", "[1]", "[0]", "0..2",
+    "0.1,0.2", "uniform(0,1)", "loguniform(1e-300,1e300)", "randint(0,9223372036854775808)",
+    "uniform(-1e308,1e308)", "range(0,1,0.25)", "range(-1e308,1e308,1e300)", "choice(1,2)",
+    "direct", "drop", "finish",
+]  # fmt: skip
 WORDS = [
-    *NAMES,
-    *("quadratic", "quadratics", "digits", "users", "folder", "mnist", "nosuch"),
-    *("lognormal", "uniform_arrival", "json:loads", "./mine.yaml:X", "mine.py:X"),
-]
+    *NAMES, "quadratic", "quadratics", "digits", "users", "folder", "mnist", "nosuch", "lognormal",
+    "uniform_arrival", "json:loads", "./mine.yaml:X", "mine.py:X",
+]  # fmt: skip
 JUNK_KEYS = [
-    *(
-        "",
-        ".",
-        "a..b",
-        "local.",
-        ".lr",
-        "local..lr",
-        "a." * 50 + "a",
-        "a" * 5000,
-        "ünïcode",
-        "sweep",
-        "sweep.samples",
-    ),
-    *(
-        "sweep.early_stopping.metric",
-        "sweep.early_stopping",
-        "sweep.grids",
-        "claims",
-        "claims.0",
-        "match.noise_multiplier",
-        "match",
-    ),
-    *(
-        "extends",
-        "L",
-        "name.name",
-        "rounds.x",
-        "seed.a.b",
-        "\udcff",
-        "3",
-        "null",
-        "[a]",
-        "-x",
-        "--",
-        "local.lr.0",
-    ),
-]
+    "", ".", "a..b", "local.", ".lr", "local..lr", "a." * 50 + "a", "a" * 5000, "ünïcode", "sweep",
+    "sweep.samples", "sweep.early_stopping.metric", "sweep.early_stopping", "sweep.grids", "claims",
+    "claims.0", "match.noise_multiplier", "match", "extends", "L", "name.name", "rounds.x",
+    "seed.a.b", "\udcff", "3", "null", "[a]", "-x", "--", "local.lr.0",
+]  # fmt: skip
 TEXTS = [
-    *(
-        b"",
-        b"\xff\xfe\x00",
-        b"\x00" * 100,
-        b"a: [",
-        b"a: b: c",
-        b"- 1\n- 2",
-        b"3",
-        b"null",
-        b"rounds: 1\nrounds: 2",
-    ),
-    *(
-        b"? [a]\n: 1",
-        b"1: 2",
-        b"\xef\xbb\xbfrounds: 1",
-        b"%YAML 9.9\n---\na: 1",
-        b"a: 1\n---\nb: 2",
-        b"\t",
-        b"a:\n\t- 1",
-    ),
-    *(
-        b"[" * 3000,
-        b"{a: " * 3000,
-        b"- " * 3000,
-        b"rounds: " + b"9" * 5000,
-        b"a" * 600_000,
-        b"#" * 600_000,
-    ),
-    *(
-        b"extends: mine.yaml",
-        b"extends: .",
-        b"extends: [1]",
-        b"extends: /dev/zero",
-        b"extends: " + b"a" * 5000,
-    ),
-    *(
-        b"sweep: 3",
-        b"sweep: {seed: 0..99999999999}",
-        b"sweep: {seed: range(0,1,1e-9)}",
-        b"sweep: []",
-        b"sweep: {3: 4}",
-    ),
-    *(
-        b"claims: 3",
-        b"claims: [{says: 1}]",
-        b"match: 3",
-        b"match: {sigma: [1]}",
-        b"x: &x [*x]",
-        b"a: !!int 1.5",
-    ),
+    b"", b"\xff\xfe\x00", b"\x00" * 100, b"a: [", b"a: b: c", b"- 1\n- 2", b"3", b"null",
+    b"rounds: 1\nrounds: 2", b"? [a]\n: 1", b"1: 2", b"\xef\xbb\xbfrounds: 1",
+    b"%YAML 9.9\n---\na: 1", b"a: 1\n---\nb: 2", b"\t", b"a:\n\t- 1", b"[" * 3000, b"{a: " * 3000,
+    b"- " * 3000, b"rounds: " + b"9" * 5000, b"a" * 600_000, b"#" * 600_000, b"extends: mine.yaml",
+    b"extends: .", b"extends: [1]", b"extends: /dev/zero", b"extends: " + b"a" * 5000, b"sweep: 3",
+    b"sweep: {seed: 0..99999999999}", b"sweep: {seed: range(0,1,1e-9)}", b"sweep: []",
+    b"sweep: {3: 4}", b"claims: 3", b"claims: [{says: 1}]", b"match: 3", b"match: {sigma: [1]}",
+    b"x: &x [*x]", b"a: !!int 1.5",
     b"a: &a [x,x,x,x,x,x,x,x,x]\n"
     + "".join(
         f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n"
@@ -362,20 +96,11 @@ TEXTS = [
     ).encode(),
     b'{"rounds": 1, "data": "digits", "algorithm": "fedavg"}',
     b"".join(b"k%d: %d\n" % (i, i) for i in range(20_000)),
-]
+]  # fmt: skip
 LISTS = [
-    "algorithms",
-    "clients",
-    "servers",
-    "pairs",
-    "models",
-    "datasets",
-    "partitions",
-    "schedules",
-    "client_speeds",
-    "metrics",
-    "configs",
-]
+    "algorithms", "clients", "servers", "pairs", "models", "datasets", "partitions", "schedules",
+    "client_speeds", "metrics", "configs",
+]  # fmt: skip
 REPORTS = ["table", "curves", "sweep", "sensitivity", "speedup", "claims"]
 OPTIONS = {
     "run": ["--json", "--dry-run", "--print-config"],
@@ -388,52 +113,18 @@ OPTIONS = {
     "submit": ["--working-dir", "--requirements", "--wait"],
     "show": ["--root", "--path", "--out", "--json"],
     "report": [
-        *(
-            "--metric",
-            "--target",
-            "--group",
-            "--best-of",
-            "--relative-to",
-            "--x-axis",
-            "--ranks",
-            "--paper",
-            "--format",
-            "--out",
-        ),
-        *(
-            "--to-mlflow",
-            "--panels",
-            "--x",
-            "--y",
-            "--log-x",
-            "--keys",
-            "--statistic",
-            "--over",
-            "--figures",
-        ),
+        "--metric", "--target", "--group", "--best-of", "--relative-to", "--x-axis", "--ranks",
+        "--paper", "--format", "--out", "--to-mlflow", "--panels", "--x", "--y", "--log-x",
+        "--keys", "--statistic", "--over", "--figures",
     ],
-}
+}  # fmt: skip
 WHOLE = {
-    "--parallel",
-    "--seconds",
-    "--sample",
-    "--nodes",
-    "--cpus",
-    "--gpus",
-    "--rounds",
-    "--target",
-}
+    "--parallel", "--seconds", "--sample", "--nodes", "--cpus", "--gpus", "--rounds", "--target",
+}  # fmt: skip
 FLAGS = {
-    "--json",
-    "--dry-run",
-    "--print-config",
-    "--fork",
-    "--blocks",
-    "--wait",
-    "--ranks",
-    "--to-mlflow",
-    "--log-x",
-}
+    "--json", "--dry-run", "--print-config", "--fork", "--blocks", "--wait", "--ranks",
+    "--to-mlflow", "--log-x",
+}  # fmt: skip
 
 
 def keys_of(model: Any, above: str = "") -> list[str]:
@@ -511,54 +202,22 @@ class Cases:
     def option_value(self) -> str:
         paths = ["out.png", "out.csv", "nosuch/out.png", *map(str, self.files())]
         words = [
-            "accuracy",
-            "loss",
-            "0.5",
-            "3",
-            "seed",
-            "local.lr",
-            "rounds",
-            "gradma",
-            "paper",
-            "csv",
-            "best",
-            "bytes",
-        ]
+            "accuracy", "loss", "0.5", "3", "seed", "local.lr", "rounds", "gradma", "paper", "csv",
+            "best", "bytes",
+        ]  # fmt: skip
         return self.rng.choice([self.value(), self.rng.choice(paths), self.rng.choice(words)])
 
     def files(self) -> list[Path]:
-        return [
-            self.shared / name
-            for name in (
-                "valid.yaml",
-                "binary",
-                "folder",
-                "pipe",
-                "nosuch",
-                "run",
-                "run/config.yaml",
-            )
-        ]
+        names = ["valid.yaml", "binary", "folder", "pipe", "nosuch", "run", "run/config.yaml"]
+        return [self.shared / name for name in names]
 
     def tree(self) -> dict[str, Any]:
         """Draw a configuration with some values replaced."""
         tree: dict[str, Any] = json.loads(json.dumps(VALID))
         odd: list[Any] = [
-            None,
-            True,
-            -1,
-            0,
-            1e400,
-            float("nan"),
-            10**400,
-            "x",
-            "a" * 5000,
-            [],
-            {},
-            [[0, 1]],
-            {"name": 3},
-            {3: 4},
-        ]
+            None, True, -1, 0, 1e400, float("nan"), 10**400, "x", "a" * 5000, [], {}, [[0, 1]],
+            {"name": 3}, {3: 4},
+        ]  # fmt: skip
         for _ in range(self.rng.randint(0, 3)):
             section: Any = tree
             *above, last = self.rng.choice(self.keys).split(".")
@@ -599,22 +258,12 @@ class Cases:
 
     def draw(self, folder: Path) -> list[str]:
         """Write the files of a command line, and return its arguments."""
-        kind = self.rng.choices(
-            [
-                "run",
-                "sweep",
-                "resume",
-                "report",
-                "list",
-                "data",
-                "theory",
-                "attack",
-                "match",
-                "bench",
-            ]
-            + ["submit", "track", "job", "other"],
-            [30, 20, 6, 14, 2, 5, 4, 3, 3, 2, 3, 2, 1, 2],
-        )[0]
+        kinds = [
+            "run", "sweep", "resume", "report", "list", "data", "theory", "attack", "match",
+            "bench", "submit", "track", "job", "other",
+        ]  # fmt: skip
+        weights = [30, 20, 6, 14, 2, 5, 4, 3, 3, 2, 3, 2, 1, 2]
+        kind = self.rng.choices(kinds, weights)[0]
         line = getattr(self, f"_{kind}")(folder)
         return [text.replace("\0", "") for text in line]  # which no command line can have
 
@@ -628,22 +277,10 @@ class Cases:
 
     def _sweep(self, folder: Path) -> list[str]:
         key = self.rng.choice(self.keys)
-        few = self.rng.choice(
-            [
-                [],
-                ["seed=0..2"],
-                ["local.lr=uniform(0,1)", "sweep.samples=2"],
-                [f"{key}={self.fitting(key)}"],
-            ]
-        )
-        return [
-            "sweep",
-            self.config(folder),
-            *self.overrides(),
-            *few,
-            *self.options("sweep"),
-            "--dry-run",
-        ]
+        uniform = ["local.lr=uniform(0,1)", "sweep.samples=2"]
+        few = self.rng.choice([[], ["seed=0..2"], uniform, [f"{key}={self.fitting(key)}"]])
+        given = [self.config(folder), *self.overrides(), *few, *self.options("sweep")]
+        return ["sweep", *given, "--dry-run"]
 
     def _resume(self, folder: Path) -> list[str]:
         run = self.rng.choice(
@@ -694,90 +331,45 @@ class Cases:
         return ["data", "show", name, *self.options("show")]
 
     def _theory(self, folder: Path) -> list[str]:
-        return [
-            "check-convergence",
-            self.config(folder),
-            *self.overrides(2),
-            *self.options("check-convergence"),
-        ]
+        given = [self.config(folder), *self.overrides(2), *self.options("check-convergence")]
+        return ["check-convergence", *given]
 
     def _attack(self, folder: Path) -> list[str]:
         keys = [
-            "cost",
-            "attacker",
-            "iterations",
-            "restarts",
-            "lr",
-            "seed",
-            "clients",
-            "round",
+            "cost", "attacker", "iterations", "restarts", "lr", "seed", "clients", "round",
             "nosuch",
-        ]
+        ]  # fmt: skip
         given = [f"{self.rng.choice(keys)}={self.value()}" for _ in range(self.rng.randint(0, 2))]
-        return [
-            "attack",
-            self.rng.choice([*map(str, self.files()), self.value()]),
-            *given,
-            "iterations=2",
-            "restarts=1",
-        ]
+        run = self.rng.choice([*map(str, self.files()), self.value()])
+        return ["attack", run, *given, "iterations=2", "restarts=1"]
 
     def _match(self, folder: Path) -> list[str]:
         return ["privacy-match", self.config(folder), *self.overrides(2)]
 
     def _bench(self, folder: Path) -> list[str]:
+        given = [self.config(folder), *self.overrides(1), *self.options("bench")]
         last = ["resources.executor=inline", "local.steps=1", "rounds=3"]
-        return [
-            "bench",
-            self.config(folder),
-            *self.overrides(1),
-            *self.options("bench"),
-            *last,
-            "--seconds",
-            "0.1",
-        ]
+        return ["bench", *given, *last, "--seconds", "0.1"]
 
     def _submit(self, folder: Path) -> list[str]:
         command = self.rng.choice(["run", "sweep", "resume", "bench", self.value()])
         where = ["--address", self.rng.choice(["http://127.0.0.1:9", "x", self.value()])]
-        return [
-            "submit",
-            *where,
-            *self.options("submit"),
-            "--",
-            command,
-            self.config(folder),
-            *self.overrides(1),
-        ]
+        options = self.options("submit")
+        line = [command, self.config(folder), *self.overrides(1)]
+        return ["submit", *where, *options, "--", *line]
 
     def _track(self, folder: Path) -> list[str]:
-        return [
-            "tracking",
-            "sync",
-            self.rng.choice([self.damaged(folder), *map(str, self.files()), self.value()]),
-        ]
+        runs = [self.damaged(folder), *map(str, self.files()), self.value()]
+        return ["tracking", "sync", self.rng.choice(runs)]
 
     def _job(self, folder: Path) -> list[str]:
         where = ["--address", self.rng.choice(["http://127.0.0.1:9", self.value()])]
-        return [
-            "job",
-            *self.rng.choice([["list"], ["logs", self.value()], ["stop", self.value()]]),
-            *where,
-        ]
+        commands = [["list"], ["logs", self.value()], ["stop", self.value()]]
+        return ["job", *self.rng.choice(commands), *where]
 
     def _other(self, folder: Path) -> list[str]:
-        return self.rng.choice(
-            [
-                [],
-                [self.value()],
-                ["--help"],
-                ["run"],
-                ["run", "--help"],
-                ["report"],
-                ["--version"],
-                ["-h"],
-            ]
-        )
+        lines = [["--help"], ["run"], ["run", "--help"], ["report"], ["--version"], ["-h"]]
+        return self.rng.choice([[], [self.value()], *lines])
 
 
 def lay_out(shared: Path) -> None:
@@ -877,13 +469,9 @@ def explore(cases: int, seed: int, root: Path) -> dict[str, Any]:
     root.mkdir(parents=True, exist_ok=True)
     lay_out(root / "shared")
     gc.freeze()
-    drawn, ends, commands, wrong, longest = (
-        Cases(seed, root / "shared"),
-        Counter(),
-        Counter(),
-        [],
-        0.0,
-    )
+    drawn, wrong, longest = Cases(seed, root / "shared"), [], 0.0
+    ends: Counter[int] = Counter()
+    commands: Counter[str] = Counter()
     for number in range(cases):
         folder = root / "case" / "here"
         folder.mkdir(parents=True)
@@ -900,13 +488,8 @@ def explore(cases: int, seed: int, root: Path) -> dict[str, Any]:
         os.rename(root / "case", root / f"case-{number}")
         if not problem:
             os.system(f"rm -rf '{root}/case-{number}'")
-    return {
-        "cases": cases,
-        "ends": ends,
-        "commands": commands,
-        "longest_seconds": round(longest, 1),
-        "wrong": wrong,
-    }
+    counts = {"cases": cases, "ends": ends, "commands": commands}
+    return {**counts, "longest_seconds": round(longest, 1), "wrong": wrong}
 
 
 if __name__ == "__main__":
