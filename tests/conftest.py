@@ -47,16 +47,8 @@ LONG_FOLDERS = ("distributed", "faults", "sweeps", "runs", "docs", "rules")
 """Folders with the longest files. They run first, so that no worker is alone with one at the end."""
 
 UNTRACKED_FOLDERS = (
-    "data",
-    "diagnostics",
-    "engine",
-    "gallery",
-    "models",
-    "numerics",
-    "oracle",
-    "rules",
-    "training",
-)
+    "data", "diagnostics", "engine", "gallery", "models", "numerics", "oracle", "rules", "training",
+)  # fmt: skip
 """Folders whose tests' runs are sent to MLflow only where a test asks for it by `tracked`."""
 
 raysim_commit = cache(git._raysim_commit)

@@ -73,104 +73,29 @@ VALID: list[dict[str, Any]] = [
 ]
 """Each is then written out whole, so that every key is there to be changed."""
 
+ODD = [
+    None, True, False, "", "x", "ünïcode ☃ 名", "a" * 3000, "a:b", "nosuch.py:Thing", "null", "1e3",
+    "full", "auto", 0, 1, -1, 2, 7, 2**31, 2**63, 10**30, -(10**30), 0.5, -0.5, -0.0, 1e-320, 1e-9,
+    1e308, 1e400, -1e400, float("nan"), [], [[]], [1], [0], ["x"], [None], [[0, 0.1]],
+    [[0, 0.1], [2, -1]], [[2, 1]], [[0, 1, 2]], {}, {"name": None}, {"name": 3}, {"name": "x"},
+    {"name": ["x"]}, {"a": {"b": {"c": 1}}}, {3: 4}, datetime.date(2024, 1, 1), b"bytes",
+    [[[[[[1]]]]]],
+]  # fmt: skip
+KNOWN = [
+    *NAMES, "fedavg", "gradma", "scaffold", "feddyn", "mifa", "fedreg", "moon", "loop", "lanes",
+    "drop", "float64", "ray",
+]  # fmt: skip
 VALUES = st.one_of(
-    st.sampled_from(
-        [
-            *(
-                None,
-                True,
-                False,
-                "",
-                "x",
-                "ünïcode ☃ 名",
-                "a" * 3000,
-                "a:b",
-                "nosuch.py:Thing",
-                "null",
-                "1e3",
-                "full",
-                "auto",
-            ),
-            *(
-                0,
-                1,
-                -1,
-                2,
-                7,
-                2**31,
-                2**63,
-                10**30,
-                -(10**30),
-                0.5,
-                -0.5,
-                -0.0,
-                1e-320,
-                1e-9,
-                1e308,
-                1e400,
-                -1e400,
-            ),
-            *(
-                float("nan"),
-                [],
-                [[]],
-                [1],
-                [0],
-                ["x"],
-                [None],
-                [[0, 0.1]],
-                [[0, 0.1], [2, -1]],
-                [[2, 1]],
-                [[0, 1, 2]],
-            ),
-            *(
-                {},
-                {"name": None},
-                {"name": 3},
-                {"name": "x"},
-                {"name": ["x"]},
-                {"a": {"b": {"c": 1}}},
-                {3: 4},
-            ),
-            *(datetime.date(2024, 1, 1), b"bytes", [[[[[[1]]]]]]),
-        ]
-    ),
+    st.sampled_from(ODD),
     st.integers(-5, 300),
     st.floats(-2, 20),
     st.text(max_size=8),
-    st.sampled_from(
-        [
-            *NAMES,
-            *("fedavg", "gradma", "scaffold", "feddyn", "mifa", "fedreg", "moon"),
-            *("loop", "lanes", "drop", "float64", "ray"),
-        ]
-    ),
+    st.sampled_from(KNOWN),
 )
 NUMBERS = [
-    *(
-        0,
-        1,
-        2,
-        3,
-        4,
-        5,
-        7,
-        9,
-        12,
-        20,
-        100,
-        1000,
-        2**16,
-        10**6,
-        2**31,
-        2**53 + 1,
-        2**63,
-        2**64,
-        10**30,
-        -1,
-    ),
-    *(0.1, 0.5, 1.0, 0.999999, 1.5, 3.0, 1e-320, 1e-30, 1e-9, 1e9, 1e30, 1e308),
-]
+    0, 1, 2, 3, 4, 5, 7, 9, 12, 20, 100, 1000, 2**16, 10**6, 2**31, 2**53 + 1, 2**63, 2**64, 10**30,
+    -1, 0.1, 0.5, 1.0, 0.999999, 1.5, 3.0, 1e-320, 1e-30, 1e-9, 1e9, 1e30, 1e308,
+]  # fmt: skip
 """In the place of other numbers."""
 KEYS = st.one_of(
     st.sampled_from(

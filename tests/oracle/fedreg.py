@@ -34,16 +34,8 @@ from .nets import Softmax, join, log_softmax, split
 INSIDE_LOG = 1e-12
 IN_DENOMINATORS = 1e-30
 MISTAKES = (
-    None,
-    "gamma",
-    "hard",
-    "first",
-    "joint",
-    "at theta",
-    "plain loss",
-    "no projection",
-    "clipped v",
-)
+    None, "gamma", "hard", "first", "joint", "at theta", "plain loss", "no projection", "clipped v",
+)  # fmt: skip
 """To tell apart (section 13, 21): γ on the wrong side; hard pseudo labels; w_p of θ before w_s g_s
 is taken off; w_s and w_p solved for together; g_s, g_p at θ, not θ_β; cross-entropy without the
 1e-12; w_s = w_p = 0; MG's v >= 0."""
