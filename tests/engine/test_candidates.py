@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.documents import blocks
+from support.stopped_runs import stopped_and_resumed
 
 import raysim
 from raysim.errors import ClientError, ConfigError, RaysimError
@@ -271,9 +272,6 @@ def test_candidates_without_a_selection_are_refused(config, rules):
 
 @pytest.mark.ray
 def test_two_actors_measure_the_same_losses(config, rules, recycled_actors, tmp_path):
-    given = config(rules("Digits"), checkpoint={"every": 1})
+    given = config(rules("Digits"))
     inline = raysim.run(given, run_dir=str(tmp_path / "inline"))
-    ray = {**given, "resources": {"executor": "ray", "actors": 2, "threads": 1}}
-    part = tmp_path / "part"
-    raysim.run(ray, run_dir=str(part), progress=lambda record: record["round"] == 2)
-    assert raysim.resume(part).digest == inline.digest
+    assert stopped_and_resumed(given, tmp_path / "part").digest == inline.digest

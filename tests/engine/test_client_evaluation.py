@@ -331,20 +331,6 @@ def test_a_resumed_run_has_the_records_and_the_table_of_an_unbroken_one(
 
 
 @pytest.mark.ray
-def test_two_actors_compute_the_bits_of_this_process(setup, rules, recycled_actors):
-    setup |= {"client": f"{rules}:Keeps", "server": "fedavg", "rounds": 3}
-    del setup["algorithm"]
-    setup["evaluate"]["clients"]["fine_tune"] = {"steps": 2}
-    inline = raysim.run(setup, run_dir=setup["run_dir"] + "0")
-    setup["resources"] = {"executor": "ray", "actors": 2, "cpus": 1}
-    actors = raysim.run(setup, run_dir=setup["run_dir"] + "1")
-    assert actors.digest == inline.digest
-    pd.testing.assert_frame_equal(actors.clients, inline.clients)
-    names = [k for k in inline.history[-1] if k.partition("/")[0] in ("clients", "held_out")]
-    assert [actors.history[-1][k] for k in names] == [inline.history[-1][k] for k in names]
-
-
-@pytest.mark.ray
 def test_blocks_of_a_killed_worker_are_evaluated_again(setup, rules, recycled_actors, tmp_path):
     marker = str(tmp_path / "died")
     setup |= {"client": {"name": f"{rules}:Dies", "driver": os.getpid(), "marker": marker}}

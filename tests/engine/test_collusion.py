@@ -11,6 +11,7 @@ from scipy.stats import norm
 from support import softmax_regression
 from support.documents import blocks
 from support.softmax_regression import SIZES, local_models
+from support.stopped_runs import stopped_and_resumed
 
 import raysim
 from raysim.errors import ConfigError, RaysimError
@@ -154,19 +155,13 @@ def cases(config, source, **schedule):
     return config(groups=groups, schedule=schedule, checkpoint={"every": 1}, batching={"size": 1})
 
 
-def test_blocks_and_a_stop_do_not_change_the_bits(config, source, tmp_path):
-    given = cases(config, source, name="kasync", k=2)
+@pytest.mark.ray
+@pytest.mark.parametrize("schedule", [{"cohort": 4}, {"name": "kasync", "k": 2}])
+def test_actors_a_stop_and_blocks_do_not_change_the_bits(
+    schedule, config, source, recycled_actors, tmp_path
+):
+    given = cases(config, source, **schedule)
     whole = raysim.run(given, run_dir=str(tmp_path / "whole"))
-    part = tmp_path / "part"
-    raysim.run(given, run_dir=str(part), progress=lambda record: record["round"] == 2)
-    assert raysim.resume(part).digest == whole.digest
+    assert stopped_and_resumed(given, tmp_path / "part").digest == whole.digest
     large = {**given, "batching": {"mode": "loop", "size": 6}}
     assert raysim.run(large, run_dir=str(tmp_path / "large")).digest == whole.digest
-
-
-@pytest.mark.ray
-def test_two_actors_collude_alike(config, source, recycled_actors, tmp_path):
-    given = cases(config, source, cohort=4)
-    inline = raysim.run(given, run_dir=str(tmp_path / "inline"))
-    ray = {**given, "resources": {"executor": "ray", "actors": 2, "threads": 1}}
-    assert raysim.run(ray, run_dir=str(tmp_path / "ray")).digest == inline.digest

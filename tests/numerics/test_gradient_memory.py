@@ -1,5 +1,4 @@
-"""GradMA's memory against a literal transcription of mem_red and Server_Update, in NumPy with
-dictionaries."""
+"""GradMA's memory against the oracle's mem_red and Server_Update, in NumPy with dictionaries."""
 
 import math
 import os
@@ -9,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import nnls
+from oracle import gradma
+from oracle.qp import project_per_tensor
 
 from raysim.numerics import (
     NonFiniteError,
@@ -24,59 +24,35 @@ from raysim.numerics import (
 
 
 class Literal:
-    """Luo 2023: mem_red and Server_Update as written: D a dictionary of vectors, every row decayed
-    in every round."""
+    """The oracle's mem_red and Server_Update. A client whose upload is lost has a row of zeros, and
+    stays new until it delivers."""
 
     def __init__(self, m: int, beta1: float, beta2: float, segments: list[int]):
-        self.m, self.beta1, self.beta2, self.cuts = m, beta1, beta2, np.cumsum(segments)[:-1]
-        self.D: dict[int, np.ndarray] = {}  # insertion order is the order of entering
+        self.m, self.betas, self.segments = m, {"beta1": beta1, "beta2": beta2}, segments
+        self.cuts = np.cumsum(segments)[:-1]
+        self.D: dict[int, np.ndarray] = {}
         self.c: dict[int, int] = {}
-        self.new: set[int] = set()
-        self.momentum = np.zeros(sum(segments))
+        self.entered: list[int] = []
+        self.new: list[int] = []
+        self.x = self.momentum = np.zeros(sum(segments))
 
     def mem_red(self, cohort: list[int]) -> int:
-        evictions = 0
-        for i in cohort:
-            if i in self.D:
-                self.c[i] += 1
-                continue
-            if len(self.D) == self.m:
-                victims = [k for k in self.D if k not in cohort]
-                fewest = min(self.c[k] for k in victims)
-                victim = next(k for k in victims if self.c[k] == fewest)
-                del self.D[victim], self.c[victim]
-                self.new.discard(victim)
-                evictions += 1
-            self.D[i], self.c[i] = np.zeros_like(self.momentum), 1
-            self.new.add(i)
-        return evictions
+        evicted = gradma.mem_red(cohort, self.m, self.c, self.entered, self.new, self.D)
+        self.new = [client for client in self.new if client in self.entered]
+        self.D |= {client: np.zeros_like(self.x) for client in self.new if client not in self.D}
+        return len(evicted)
 
     def update(self, deltas: dict[int, np.ndarray], weights: dict[int, float]) -> np.ndarray:
-        p = self.beta1 * self.momentum + sum(weights[i] * d for i, d in deltas.items())
-        for k in self.D:
-            if k in deltas:
-                self.D[k] = deltas[k] if k in self.new else self.beta2 * self.D[k] + deltas[k]
-            else:
-                self.D[k] = self.beta2 * self.D[k]
-        parts = [
-            self.project(q, D) for q, D in zip(np.split(p, self.cuts), self.split(), strict=True)
-        ]
-        self.momentum = np.concatenate(parts)
-        self.new -= set(deltas)
+        def qp(p: np.ndarray, M: np.ndarray) -> np.ndarray:
+            return project_per_tensor(p, M, self.segments)
+
+        still_new = [client for client in self.new if client not in deltas]
+        self.x, self.momentum = gradma.server_update(
+            self.x, self.momentum, deltas, weights, self.entered, self.new, self.D,
+            **self.betas, server_lr=1.0, qp=qp,
+        )  # fmt: skip
+        self.new = still_new
         return self.momentum
-
-    def split(self) -> list[list[np.ndarray]]:
-        return [
-            list(rows)
-            for rows in zip(*(np.split(row, self.cuts) for row in self.D.values()), strict=True)
-        ]
-
-    @staticmethod
-    def project(p: np.ndarray, rows: list[np.ndarray]) -> np.ndarray:
-        columns = np.stack(
-            [row / np.linalg.norm(row) for row in rows if np.linalg.norm(row) > 0], 1
-        )
-        return p + columns @ nnls(columns, -p, maxiter=10_000)[0]
 
 
 def contents(memory) -> dict[int, np.ndarray]:
@@ -153,7 +129,7 @@ def test_two_hundred_rounds_with_evictions(segments, beta2):
             assert np.allclose(D[client], row, rtol=1e-10, atol=1e-14 * np.abs(row).max(initial=0))
             assert memory["count"][slots[client]] == literal.c[client]
         order = sorted(D, key=lambda client: int(memory["entered"][slots[client]]))
-        assert order == list(literal.D)
+        assert order == literal.entered
         for q, start, stop in zip(
             range(len(segments)), [0, *literal.cuts], [*literal.cuts, 37], strict=True
         ):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import raysim
 from raysim.engine.state import checkpoint
 
 TIMES = {
@@ -23,6 +25,15 @@ def same(one: list[dict[str, float]], other: list[dict[str, float]]) -> bool:
         return [{k: v for k, v in record.items() if k not in TIMES} for record in history]
 
     return timeless(one) == timeless(other)
+
+
+def stopped_and_resumed(config: dict[str, Any], folder: Path, after: int = 2) -> raysim.RunResult:
+    """Run a configuration on two actors, stop it after some rounds, and resume it."""
+    on_actors = {"executor": "ray", "actors": 2, "threads": 1}
+    config = {**config, "resources": on_actors, "checkpoint": {"every": 1}}
+    part = raysim.run(config, run_dir=str(folder), progress=lambda record: record["round"] == after)
+    assert part.stopped
+    return raysim.resume(part.run_dir)
 
 
 def stop_at(number: int) -> Callable[[dict[str, float]], None]:

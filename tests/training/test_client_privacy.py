@@ -14,7 +14,6 @@ from dp_accounting.rdp import RdpAccountant
 from support.cohorts import sample_cohort
 from support.programs import program
 
-import raysim
 from raysim.config.sections.privacy import AdaptiveClipping, ClientPrivacy
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
@@ -178,31 +177,6 @@ def test_clients_that_never_train_do_not_amplify(waves, engine):
     config["partition"] = {"name": "iid", "clients": 6, "test": {"fraction": 0.2}}
     _, records = engine(config)
     assert records[1]["privacy/epsilon"] == client_epsilon("poisson", 3, 4, 1.0, 1e-5, 1)
-
-
-ADAPTIVE = {"clip_norm": 0.5, "noise_multiplier": 1.0, "adaptive": {"lr": 0.5}}
-
-
-def test_resumed_and_inline_digests_are_the_same(waves, base):
-    config = waves(ADAPTIVE, checkpoint={"every": 1}, client="fedavg", rounds=4)
-    whole = raysim.run(config)
-    part = raysim.run(
-        {**config, "run_dir": base["run_dir"] + "-part"}, progress=lambda r: r["round"] == 2
-    )
-    assert part.stopped
-    resumed = raysim.resume(part.run_dir)
-    assert resumed.digest == whole.digest
-    norms = [record["privacy/clip_norm"] for record in whole.history[1:]]
-    assert [r["privacy/clip_norm"] for r in resumed.history[1:]] == norms and len(set(norms)) == 4
-
-
-@pytest.mark.ray
-def test_two_actors_compute_the_bits_of_one_process(waves, recycled_actors):
-    config = waves(ADAPTIVE, rounds=3, client="fedavg", checkpoint={"every": 0})
-    inline = raysim.run(config)
-    config["run_dir"] += "-ray"
-    ray = raysim.run({**config, "resources": {"executor": "ray", "actors": 2, "threads": 1}})
-    assert ray.digest == inline.digest
 
 
 def test_privacy_of_examples_keeps_its_identity_and_pooled_is_not_chosen_for_clients(waves):

@@ -166,14 +166,6 @@ def test_rules_that_branch_and_rules_whose_tensors_are_each_others(rule, trained
         assert not refusals and trainer_of(runs[1]).has_captured
 
 
-def test_steps_that_are_not_captured_are_a_metric(engine, source):
-    rules = source("rules", RULES)
-    for rule, is_counted in (("Branches", True), ("Swaps", False)):
-        given = config(None, source("net", NET), client=f"{rules}:{rule}", server="fedavg")
-        _, records = engine(given)
-        assert (records[-1].get("system/uncaptured_steps", 0) == 8 * 3) == is_counted
-
-
 def test_steps_of_a_net_that_draws_are_not_captured_and_give_the_bits_of_mode_loop(engine, source):
     net = f"{source('drawing', DRAWING_NET)}:net"
     runs = []

@@ -358,20 +358,6 @@ def test_kept_moments_survive_a_resume(algorithm, base, tmp_path):
         raysim.fork(tmp_path / "part", {"rounds": 6, "local.optimizer": {"name": "sgd", "momentum": 0.5, "state": "keep"}})  # fmt: skip
 
 
-@pytest.mark.ray
-def test_kept_moments_do_not_depend_on_the_number_of_actors(base, tmp_path, recycled_actors):
-    config = {
-        **base, "rounds": 4, "algorithm": "fedavg", "local": KEEP, "schedule": {"cohort": 4},
-        "partition": {"clients": 6}, "model": {"name": "mlp", "hidden": [4]}, "batching": {"size": 1},
-    }  # fmt: skip
-    inline = raysim.run(config, run_dir=str(tmp_path / "inline"))
-    resources = {"executor": "ray", "actors": 2, "threads": 1}
-    assert (
-        raysim.run({**config, "resources": resources}, run_dir=str(tmp_path / "ray")).digest
-        == inline.digest
-    )
-
-
 # -- what a rule sees, and what is refused
 
 
