@@ -23,14 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HEAVY = (
-    "torch",
-    "torch.func",
-    "sklearn.datasets",
-    "scipy.optimize",
-    "pandas",
-    "pydantic",
-    "pytest",
-)
+    "torch", "torch.func", "sklearn.datasets", "scipy.optimize", "pandas", "pydantic", "pytest",
+)  # fmt: skip
 COPIED = ("raysim", "algorithms", "configs", "tests", "docs", "pyproject.toml", "README.md")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oracle.nets import Softmax
 from support.documents import blocks
 from support.stopped_runs import stopped_and_resumed
 
@@ -23,6 +24,7 @@ from raysim.training.messages import ClientResult
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "selection.md"
 SIZES = [4, 9, 14, 6, 20, 11]
+NET = Softmax(64, 10)
 LR, ROUNDS, COHORT, D = 0.5, 4, 2, 4
 
 RULES = """
@@ -144,18 +146,6 @@ def config(base, ragged):
     return make
 
 
-def softmax_loss(x: np.ndarray, y: np.ndarray, w: np.ndarray) -> tuple[float, np.ndarray]:
-    """Mean cross-entropy of softmax regression, w = (W [10, P], b [10]), and its gradient."""
-    W, b = w[:-10].reshape(10, -1), w[-10:]
-    z = x @ W.T + b
-    p = np.exp(z - z.max(1, keepdims=True))
-    p /= p.sum(1, keepdims=True)
-    g = (p - np.eye(10)[y]) / len(y)
-    return float(-np.log(p[np.arange(len(y)), y]).mean()), np.concatenate(
-        [(g.T @ x).ravel(), g.sum(0)]
-    )
-
-
 def test_power_of_choice_is_pow_d_of_its_paper(config, pow_d, engine):
     """Cho 2022: d candidates by their samples; of them those with the largest loss of the current
     model."""
@@ -174,12 +164,12 @@ def test_power_of_choice_is_pow_d_of_its_paper(config, pow_d, engine):
     for t in range(ROUNDS):
         p = np.array(SIZES) / sum(SIZES)
         candidates = generator(3, "candidates", t).choice(6, D, replace=False, p=p)
-        found = {i: softmax_loss(inputs[m := clients.client(i)], data.y[m], w) for i in candidates}
-        losses = [found[i][0] if i in found else np.nan for i in range(6)]
+        mine = {i: (inputs[m := clients.client(i)], data.y[m]) for i in candidates}
+        losses = [NET.loss(w, *mine[i]) if i in mine else np.nan for i in range(6)]
         assert np.allclose(pools[t].current_loss, losses, rtol=1e-10, equal_nan=True)
-        cohort = sorted(candidates, key=lambda i: -found[i][0])[:COHORT]
+        cohort = sorted(candidates, key=lambda i: -losses[i])[:COHORT]
         by_loss += set(cohort) != set(candidates[:COHORT])
-        w = w - LR * np.mean([found[i][1] for i in cohort], axis=0)
+        w = w - LR * np.mean([NET.grad(w, *mine[i]) for i in cohort], axis=0)
         assert np.allclose(xs[t + 1], w, rtol=0, atol=1e-10)
         assert records[t + 1]["clients/candidates"] == D
         # D - COHORT candidates receive the model for nothing; a client of the cohort receives it

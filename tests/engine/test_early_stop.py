@@ -165,21 +165,15 @@ def test_every_metric_that_a_method_logs_can_stop_it():
         ({"patience": 2, "metric": "fine_tuned/accuracy"}, r"stop\.metric: .*evaluate\.clients"),
         ({"patience": 2, "metric": "clients/accuracy"}, r"stop\.metric: .*evaluate\.clients"),
         ({"patience": 2, "metric": "clients/loss_worst10"}, r"stop\.metric: .*evaluate\.clients"),
-        (
-            {"patience": 2, "metric": "clients/missed_deadline"},
-            r"stop\.metric: .*set schedule\.dead",
-        ),
-        (
-            {"patience": 2, "metric": "forgetting/after"},
-            r"stop\.metric: .*set evaluate\.forgetting",
-        ),
+        ({"patience": 2, "metric": "clients/missed_deadline"}, r"stop\.metric: .*set schedule\.dead"),
+        ({"patience": 2, "metric": "forgetting/after"}, r"stop\.metric: .*set evaluate\.forgetting"),
         ({"patience": 2, "metric": "system/round_seconds"}, r"stop\.metric: .*depends on the mac"),
         (
             {"patience": 2, "metric": "server/tau_eff"},
             r"stop\.metric: server/tau_eff is not logged by this method, but by fednova",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_stop_that_cannot_work_is_refused(stop, message):
     with pytest.raises(ConfigError, match=message):
         raysim.run(DIGITS_MLP, stop=stop, tracking=False)

@@ -162,15 +162,14 @@ ALONE = sorted(
 def test_every_client_rule_in_a_group_is_the_same_in_loop_and_lanes(client, config, engine):
     server = client if client in SERVER_RULES and fits(client, client) else "fedavg"
     server = server if fits(client, server) else next(s for s in SERVER_RULES if fits(client, s))
-    staged = {"name": "mlp", "hidden": [8]}
     rule = small(client)
-    given = {"rounds": 3, "client": rule, "server": server, "model": staged}
-    plain, _ = engine(config(**given))
     groups = {"small": {"share": 0.4, "client": rule, "local": {"batch_size": 5, "lr": 0.1}}}
-    looped, _ = engine(config(**given, groups=groups))
-    several, _ = engine(config("lanes", **given, groups=groups))
+    given = {"rounds": 2, "client": rule, "server": server, "groups": groups}
+    given["model"] = {"name": "mlp", "hidden": [8]}
+    looped, _ = engine(config(**given))
+    several, _ = engine(config("lanes", **given))
     assert distance(several.executor.xs, looped.executor.xs) < 1e-8
-    assert distance(looped.executor.xs, plain.executor.xs) > 1e-6
+    assert np.abs(looped.executor.xs[-1] - looped.executor.xs[0]).max() > 1e-6
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold"])

@@ -198,13 +198,6 @@ def test_batch_sizes_of_a_run(given, ragged):
     assert batch_sizes(plan.config, plan.clients, needs_two=True) == {6, 7, 2, 1, 3, 5}
 
 
-def test_a_step_that_branches_on_values_is_told_and_trains(given):
-    plan = prepare(given("Branches"))
-    said = try_captures(plan)
-    assert plan.mode == "lanes" and said.startswith("steps run one kernel at a time on a GPU: ")
-    assert "g / 2 if g.norm() > 1 else g" in said and "the value of a tensor" in said
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("rule", ["Right", "Signs", "Single"])
 def test_a_right_rule_passes(rule, dtype, given):

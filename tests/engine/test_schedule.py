@@ -49,7 +49,7 @@ SIZES = [5, 9, 12, 3, 0, 7, 16, 4, 10, 6, 8, 11, 2, 1]
 """Ragged; client 4 has nothing."""
 M = sum(size > 0 for size in SIZES)
 """Clients that have data."""
-ROUNDS = 100
+ROUNDS = 60
 
 
 # -- the plain simulator ---------------------------------------------------------------------------
@@ -836,34 +836,19 @@ def test_resumed_is_uninterrupted(tracked, tmp_path, recycled_actors, algorithm)
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            {"name": "kasync", "k": 5, "concurrency": 4},
-            r"schedule: 'k' \(5\).* 'concurrency' \(4\)",
-        ),
+        ({"name": "kasync", "k": 5, "concurrency": 4}, r"schedule: 'k' \(5\).* 'concurrency' \(4\)"),
         (
             {"name": "buffered", "buffer_size": 5, "concurrency": 4},
             r"schedule: 'buffer_size' \(5\).* 'concurrency' \(4\)",
         ),
         ({"name": "kasync", "k": 5, "concurrency": 15}, r"schedule\.concurrency: .*15 .* 14"),
-        (
-            {"name": "kasync", "k": 5, "concurrency": 14},
-            r"schedule\.concurrency: .*14 .* data .* 13",
-        ),
+        ({"name": "kasync", "k": 5, "concurrency": 14}, r"schedule\.concurrency: .*14 .* data .* 13"),
         ({"name": "buffered", "buffer_size": 15}, r"schedule\.buffer_size: .*15 .* 14"),
         ({"name": "kasync", "k": 14}, r"schedule\.k: .*14 .* data .* 13"),
         ({"cohort": 15}, r"schedule\.cohort: .*15 .* 14"),
-        (
-            {"name": "kasync", "k": 3, "availability": {"period": 2, "open": 2}},
-            r"schedule\.availability: 'open'",
-        ),
-        (
-            {"cohort": 3, "availability": {"period": 2, "open": 3}},
-            r"schedule\.availability: 'open'.*'period' \(2\)",
-        ),
-        (
-            {"cohort": 3, "availability": {"period": 2, "open": 0}},
-            r"schedule\.availability\.open: .*greater than",
-        ),
+        ({"name": "kasync", "k": 3, "availability": {"period": 2, "open": 2}}, r"schedule\.availability: 'open'"),
+        ({"cohort": 3, "availability": {"period": 2, "open": 3}}, r"schedule\.availability: 'open'.*'period' \(2\)"),
+        ({"cohort": 3, "availability": {"period": 2, "open": 0}}, r"schedule\.availability\.open: .*greater than"),
         ({"cohort": 3, "client_dropout": {"rate": 1.5}}, r"schedule\.client_dropout\.rate: .*1\.5"),
         (
             {"cohort": 3, "client_dropout": {"rate": 0.5, "rejoin_after": 0}},
@@ -872,21 +857,15 @@ def test_resumed_is_uninterrupted(tracked, tmp_path, recycled_actors, algorithm)
         ({"cohort": 3, "deadline": 0}, r"schedule\.deadline: .*greater than 0"),
         ({"name": "kasync", "k": 3, "max_staleness": -1}, r"schedule\.max_staleness: .*-1"),
         ({"name": "kasync", "k": 3, "cohort": 3}, r"schedule\.cohort: unknown key"),
-        (
-            {"cohort": 3, "client_speeds": "uniform"},
-            r"schedule\.client_speeds\.name: .*'uniform_arrival'",
-        ),
+        ({"cohort": 3, "client_speeds": "uniform"}, r"schedule\.client_speeds\.name: .*'uniform_arrival'"),
         (
             {"cohort": 3, "client_speeds": {"name": "lognormal", "sigm": 1}},
             r"schedule\.client_speeds\.sigm: unknown key.*'sigma'",
         ),
-        (
-            {"cohort": 3, "client_speeds": {"name": "trace"}},
-            r"schedule\.client_speeds\.path: missing",
-        ),
+        ({"cohort": 3, "client_speeds": {"name": "trace"}}, r"schedule\.client_speeds\.path: missing"),
         ({"cohort": 3, "client_dropout": {"rate": True}}, r"schedule\.client_dropout\.rate: true"),
     ],
-)
+)  # fmt: skip
 def test_a_schedule_that_cannot_be_is_refused(tmp_path, given, said):
     with pytest.raises(ConfigError, match=said):
         prepare(configured(tmp_path, {"schedule": given}))

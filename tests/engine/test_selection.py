@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oracle.nets import Softmax
 from support.documents import blocks
 from support.stopped_runs import stopped_and_resumed
 
@@ -18,6 +19,7 @@ from raysim.randomness import generator
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "selection.md"
 SIZES = [4, 9, 14, 6, 20, 11]
+NET = Softmax(64, 10)
 LR, STEPS, ROUNDS, COHORT, D = 0.5, 3, 9, 2, 4
 
 RULES = """
@@ -140,17 +142,11 @@ def config(base, ragged):
 
 
 def local_sgd(x: np.ndarray, y: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, float]:
-    """STEPS of gradient descent on softmax regression, w = (W [10, P], b [10]); the result and the
-    mean loss."""
+    """STEPS of gradient descent on softmax regression; the result and the mean loss."""
     losses = []
     for _ in range(STEPS):
-        W, b = w[:-10].reshape(10, -1), w[-10:]
-        z = x @ W.T + b
-        p = np.exp(z - z.max(1, keepdims=True))
-        p /= p.sum(1, keepdims=True)
-        losses.append(-np.log(p[np.arange(len(y)), y]).mean())
-        g = (p - np.eye(10)[y]) / len(y)
-        w = w - LR * np.concatenate([(g.T @ x).ravel(), g.sum(0)])
+        losses.append(NET.loss(w, x, y))
+        w = w - LR * NET.grad(w, x, y)
     return w, float(np.mean(losses))
 
 
@@ -256,20 +252,14 @@ def test_a_rule_that_fails_is_named_with_its_line(config, rules):
     ("sections", "message"),
     [
         ({"schedule": {"name": "kasync", "k": 2}}, r"schedule\.name: server rule 'uniform'"),
-        (
-            {"schedule": {"cohort": 2, "sampling": "poisson"}},
-            r"schedule\.sampling: server rule 'uniform'",
-        ),
+        ({"schedule": {"cohort": 2, "sampling": "poisson"}}, r"schedule\.sampling: server rule 'uniform'"),
         (
             {"privacy": {"unit": "client", "clip_norm": 1.0, "noise_multiplier": 1.0}},
             r"privacy\.unit: server rule 'uniform'",
         ),
-        (
-            {"evaluate": {"every": 1, "forgetting": {}}},
-            r"evaluate\.forgetting: server rule 'uniform'",
-        ),
+        ({"evaluate": {"every": 1, "forgetting": {}}}, r"evaluate\.forgetting: server rule 'uniform'"),
     ],
-)
+)  # fmt: skip
 def test_what_excludes_a_selection_refuses_it_by_name(sections, message, config, rules):
     with pytest.raises(ConfigError, match=message):
         prepare(config(rules("Uniform"), **sections))

@@ -32,8 +32,7 @@ COMMON = TO_CHANGE | {"rounds": 3}
 
 VALID: list[dict[str, Any]] = [
     COMMON,
-    COMMON
-    | {"algorithm": {"name": "gradma", "memory": 5}, "partition": {"name": "iid", "clients": 9}},
+    COMMON | {"algorithm": {"name": "gradma", "memory": 5}, "partition": {"name": "iid", "clients": 9}},
     COMMON
     | {
         "algorithm": "scaffold",
@@ -58,19 +57,9 @@ VALID: list[dict[str, Any]] = [
         "model": "logistic",
         "record_updates": {"rounds": [0]},
     },
-    COMMON
-    | {
-        "algorithm": "fedprox",
-        "evaluate": {"forgetting": {}},
-        "partition": {"name": "virtual", "clients": 50},
-    },
-    COMMON
-    | {
-        "algorithm": "fedadam",
-        "partition": {"name": "slow_class", "alpha": 1.0},
-        "model": "tinynn",
-    },
-]
+    COMMON | {"algorithm": "fedprox", "evaluate": {"forgetting": {}}, "partition": {"name": "virtual", "clients": 50}},
+    COMMON | {"algorithm": "fedadam", "partition": {"name": "slow_class", "alpha": 1.0}, "model": "tinynn"},
+]  # fmt: skip
 """Each is then written out whole, so that every key is there to be changed."""
 
 ODD = [

@@ -26,16 +26,9 @@ import pytest
 CHECKOUT = Path(__file__).parents[2]
 
 MACHINE_SETTINGS = (
-    "DATABRICKS_",
-    "HF_",
-    "MLFLOW_",
-    "MPLCONFIGDIR",
-    "RAYSIM_",
-    "RAY_",
-    "TORCH_HOME",
-    "WANDB_",
+    "DATABRICKS_", "HF_", "MLFLOW_", "MPLCONFIGDIR", "RAYSIM_", "RAY_", "TORCH_HOME", "WANDB_",
     "XDG_",
-)
+)  # fmt: skip
 """First letters of the variables that are dropped."""
 
 FOREIGN_FOLDERS = "TESTS_FOREIGN_FOLDERS"

@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from support.stopped_runs import TIMES
+
 SUPPORT = Path(__file__).parent
 """Where the scripts are that tests start as processes of their own."""
 
@@ -58,14 +60,7 @@ def basic(folder: Path, uri: str) -> dict[str, Any]:
 
 def timeless(history: Iterable[Record]) -> list[dict[str, float]]:
     """Return a history without times and without counters of recoveries."""
-    times = (
-        "system/round_seconds",
-        "system/train_seconds",
-        "system/overhead_seconds",
-        "system/clients_per_second",
-        "system/worker_utilization",
-        *MENDED,
-    )
+    times = {*TIMES, *MENDED}
     return [{k: v for k, v in record.items() if k not in times} for record in history]
 
 

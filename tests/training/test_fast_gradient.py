@@ -586,19 +586,9 @@ def test_the_shared_gradient_is_not_the_first_itself():
 
 
 NOT_SHARED = [
-    *[
-        "batch",
-        "masks",
-        "loss",
-        "mode",
-        "vector",
-        "other start",
-        "step",
-        "plain step",
-        "moved before",
-    ],
-    *["elsewhere first", "frozen first", "next client", "same vector, changed"],
-]
+    "batch", "masks", "loss", "mode", "vector", "other start", "step", "plain step", "moved before",
+    "elsewhere first", "frozen first", "next client", "same vector, changed",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NOT_SHARED)
@@ -678,17 +668,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "gradma, with statistics": {"algorithm": "gradma", "model": {"name": "tinynn"}},
     "scaffold": {"algorithm": "scaffold"},
     "moon": {"algorithm": "moon"},
-    "clipped": {
-        "local": {
-            "steps": 3,
-            "batch_size": 8,
-            "lr": 0.1,
-            "max_grad_norm": 0.1,
-            "weight_decay": 0.01,
-        }
-    },
+    "clipped": {"local": {"steps": 3, "batch_size": 8, "lr": 0.1, "max_grad_norm": 0.1, "weight_decay": 0.01}},
     "asynchronous": {"schedule": {"name": "kasync", "k": 2, "concurrency": 4}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", RUNS)

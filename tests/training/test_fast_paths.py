@@ -306,19 +306,12 @@ CAN: dict[str, dict[str, Any]] = {
     "momentum": {"algorithm": "fedavgm"},
     "adam": {"algorithm": "fedadam"},
     "kasync": {"schedule": {"name": "kasync", "k": 3}},
-    "a rule like it": {
-        "algorithm": None,
-        "client": {"name": "rules:Same"},
-        "server": {"name": "fedavg"},
-    },
-    "what could go side by side": {
-        "partition": {"name": "iid", "clients": 50},
-        "schedule": {"cohort": 40},
-    },
+    "a rule like it": {"algorithm": None, "client": {"name": "rules:Same"}, "server": {"name": "fedavg"}},
+    "what could go side by side": {"partition": {"name": "iid", "clients": 50}, "schedule": {"cohort": 40}},
     "logistic": {"model": "logistic"},
     "lenet": {"model": "lenet"},
     "GroupNorm": {"model": {"name": "nets:grouped"}},
-}
+}  # fmt: skip
 
 
 def rule(client: str = "fedavg", server: str = "fedavg") -> dict[str, Any]:
@@ -332,32 +325,20 @@ CANNOT: dict[str, tuple[dict[str, Any], str]] = {
     "fedprox": (rule("fedprox"), "client rule 'fedprox' has a direction of its own"),
     "scaffold": ({"algorithm": "scaffold"}, "client rule 'scaffold'"),
     "a direction": (rule("rules:Direction"), "client rule 'direction' has a direction of its own"),
-    "an inherited direction": (
-        rule("rules:Inherited"),
-        "client rule 'inherited' has a direction of its own",
-    ),
+    "an inherited direction": (rule("rules:Inherited"), "client rule 'inherited' has a direction of its own"),
     "a step": (rule("rules:Step"), "client rule 'step' has a step of its own"),
     "a finish": (rule("rules:Finish"), "client rule 'finish' has a finish of its own"),
     "an init": (rule("rules:Init"), "client rule 'init' has a init of its own"),
     "something kept": (rule("rules:Kept"), "client rule 'kept'"),
-    "dropout_masks": (
-        rule("rules:DropoutMasks"),
-        "client rule 'dropoutmasks' has a dropout_masks of its own",
-    ),
+    "dropout_masks": (rule("rules:DropoutMasks"), "client rule 'dropoutmasks' has a dropout_masks of its own"),
     "prepare": (rule("rules:Prepare"), "client rule 'prepare' has a prepare of its own"),
     "clip": ({"local": {**FULL, "max_grad_norm": 1.0}}, "each client's gradient is changed"),
     "an optimizer": ({"local": {**FULL, "optimizer": "adam"}}, "local.optimizer 'adam' changes"),
     "weight decay": ({"local": {**FULL, "weight_decay": 0.1}}, "each client's gradient is changed"),
-    "privacy": (
-        {"privacy": {"max_grad_norm": 1.0, "noise_multiplier": 1.0}},
-        "each client's gradient is changed",
-    ),
+    "privacy": ({"privacy": {"max_grad_norm": 1.0, "noise_multiplier": 1.0}}, "each client's gradient is changed"),
     "BatchNorm": ({"model": "tinynn"}, "examples meet"),
     "BatchNorm of one's own": ({"model": {"name": "nets:meeting", "how": "norm"}}, "examples meet"),
-    "BatchNorm that keeps nothing": (
-        {"model": {"name": "nets:meeting", "how": "untracked"}},
-        "examples meet",
-    ),
+    "BatchNorm that keeps nothing": ({"model": {"name": "nets:meeting", "how": "untracked"}}, "examples meet"),
     "a batch's mean": ({"model": {"name": "nets:meeting", "how": "mean"}}, "examples meet"),
     "BatchNorm below zeros": ({"model": {"name": "nets:meeting", "zero": True}}, "examples meet"),
     "BatchNorm that keeps nothing below zeros": (
@@ -370,7 +351,7 @@ CANNOT: dict[str, tuple[dict[str, Any], str]] = {
     "two modes": (rule("fedavg", "rules:TwoServer"), "server rule 'two' takes more than the mean"),
     "observed": ({"record_updates": {"rounds": [0], "clients": 2}}, "looked at"),
     "forgetting": ({"evaluate": {"every": 1, "forgetting": {"every": 1}}}, "looked at"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture

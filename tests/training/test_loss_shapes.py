@@ -124,14 +124,8 @@ CASES = {
     "column": Case(dense(1), lambda o, y: F.smooth_l1_loss(o[:, 0], y), RARE),
     "unsqueeze": Case(dense(1), lambda o, y: F.smooth_l1_loss(o, y.unsqueeze(1)), NUMBERS),
     "both flat": Case(dense(1), lambda o, y: (o.flatten() - y.flatten()).square().mean(), NUMBERS),
-    "one logit": Case(
-        dense(1),
-        lambda o, y: F.binary_cross_entropy_with_logits(o.squeeze(1), y.to(o)),
-        LABELS % 2,
-    ),
-    "one weighted logit": Case(
-        dense(1), nn.BCEWithLogitsLoss(pos_weight=torch.tensor([3.0])), LABELS[:, None] % 2.0
-    ),
+    "one logit": Case(dense(1), lambda o, y: F.binary_cross_entropy_with_logits(o.squeeze(1), y.to(o)), LABELS % 2),
+    "one weighted logit": Case(dense(1), nn.BCEWithLogitsLoss(pos_weight=torch.tensor([3.0])), LABELS[:, None] % 2.0),
     "net flattens a logit": Case(dense(1, nn.Flatten(0)), nn.BCEWithLogitsLoss(), LABELS % 2.0),
     "computes in float32": Case(
         dense(1),
@@ -142,9 +136,7 @@ CASES = {
     "couples": Case(dense(1), correlation, NUMBERS),
     "net squeezes": Case(Squeezes, nn.MSELoss(), NUMBERS),
     "net flattens": Case(dense(1, nn.Flatten(0)), nn.HuberLoss(), NUMBERS),
-    "mean and variance": Case(
-        dense(2), lambda o, y: F.gaussian_nll_loss(o[:, 0], y, F.softplus(o[:, 1])), NUMBERS
-    ),
+    "mean and variance": Case(dense(2), lambda o, y: F.gaussian_nll_loss(o[:, 0], y, F.softplus(o[:, 1])), NUMBERS),
     "quantiles": Case(dense(3), quantiles, NUMBERS, like="any"),
     "embeddings": Case(dense(4), triplets, LABELS, like="any"),
     "a head in training": Case(TwoHeads, of_heads, LABELS, like="any"),
@@ -156,7 +148,7 @@ CASES = {
         IMAGES,
     ),
     "CTC": Case(frames, ctc, RNG.integers(1, 4, (N + TEST, 2)), SEQUENCES),
-}
+}  # fmt: skip
 
 
 def tensor(values: np.ndarray) -> torch.Tensor:
