@@ -391,6 +391,7 @@ CASES: dict[str, dict[str, Any]] = {
     "kasync-ties-fedhist": {
         "schedule": {**KASYNC, "client_speeds": "constant", "client_dropout": COMING_BACK},
         "algorithm": {"name": "fedhist", "length": 4},
+        "rounds": 100,  # staleness above 3 comes late
     },
     "kasync-lognormal-dynsgd": {
         "schedule": {**KASYNC, "concurrency": 9, "max_staleness": 3, "client_speeds": LOGNORMAL},

@@ -217,12 +217,6 @@ LABEL_LOSSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["loop", "lanes"])
-@pytest.mark.parametrize("name", LABEL_LOSSES)
-def test_the_mean_of_a_loss_of_labels_is_its_own(name, mode):
-    assert_equal(LABEL_LOSSES[name], LABELS, mode=mode, oracle=as_double(LABEL_LOSSES[name]))
-
-
 def as_double(loss):
     """The same loss with float64 tensors, for the oracle."""
     if not isinstance(loss, functools.partial):
@@ -233,11 +227,13 @@ def as_double(loss):
     return functools.partial(loss.func, *loss.args, **convert)
 
 
-@pytest.mark.parametrize("name", sorted(set(LABEL_LOSSES) - {"weight 0"}))
-def test_mini_batches_and_accumulation_have_the_functions_mean(name):
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
+@pytest.mark.parametrize("name", LABEL_LOSSES)
+def test_the_mean_of_a_loss_of_labels_is_its_own(name, mode):
+    """In mini-batches and accumulated; of weights with a 0, a small batch may have no mean."""
     loss = LABEL_LOSSES[name]
-    for mode in ("loop", "lanes"):
-        assert_equal(loss, LABELS, mode=mode, oracle=as_double(loss), steps=4, size=5, accumulate=3)
+    batches = {} if name == "weight 0" else {"steps": 4, "size": 5, "accumulate": 3}
+    assert_equal(loss, LABELS, mode=mode, oracle=as_double(loss), **batches)
 
 
 @pytest.mark.parametrize("name", LABEL_LOSSES)
