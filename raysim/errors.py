@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 MAX_WORD_CHARACTERS = 300
 """Longer words in a message are shortened."""
@@ -108,6 +110,22 @@ def in_a_line(error: BaseException) -> str:
     if isinstance(error, RaysimError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def errors_begin(place: str) -> Iterator[None]:
+    """Let errors of the configuration in this block begin with a place.
+
+    Args:
+        place: the file or the key, with what separates it from the message.
+
+    Raises:
+        ConfigError: the block raised one; it has the place before its message.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{place}{error}") from None
 
 
 def round_name(t: int) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import takewhile
+from typing import TypeVar
+
+AnyWord = TypeVar("AnyWord")
 
 MIN_SIMILARITY = 0.5
 """Known words that are less similar to an unknown one are not suggested, see `difflib`."""
@@ -41,6 +44,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     near = near or nearest_words(str(word), known)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     return f"{hint} (known: {', '.join(known)})" if known and len(known) <= 40 else hint
+
+
+def lacking(words: Iterable[AnyWord], known: Container[object]) -> list[AnyWord]:
+    """Return the words that are not known, in their order.
+
+    Args:
+        words: the words, such as the keys that somebody gave or that somebody needs.
+        known: the known ones.
+    """
+    return [word for word in words if word not in known]
 
 
 def nearest_words(word: str, known: Iterable[str]) -> list[str]:

@@ -73,7 +73,7 @@ def in_names_order(y_test: Any, names: Names, names_test: Names, place: str) -> 
     Raises:
         ConfigError: a test label has a name that the training half lacks.
     """
-    if not names or not names_test or names[: len(names_test)] == names_test:
+    if not names or names[: len(names_test)] == names_test:  # also without names of the test half
         return y_test
     if isinstance(y_test, list) or y_test.dtype.kind == "O":
         return [in_names_order(np.asarray(row), names, names_test, place) for row in y_test]

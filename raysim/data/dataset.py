@@ -229,6 +229,15 @@ def normalise(
     return (1 / (top * std)).astype(np.float32), (0 - mean / std).astype(np.float32)
 
 
+def normalise_by_imagenet(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return `scale` and `shift` by the statistics of ImageNet, of its grey images for one channel.
+
+    Args:
+        images: uint8 [n, C, H, W] with one or three channels.
+    """
+    return normalise(IMAGENET_GREY_MEAN_STD if images.shape[1] == 1 else IMAGENET_MEAN_STD)
+
+
 def normalise_each_pixel(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return `scale` and `shift`, [C, H, W], so that each pixel has mean 0 and deviation 1.
 

@@ -12,7 +12,7 @@ import sys
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,13 +20,7 @@ from typing import Any
 import numpy as np
 
 from raysim.config.sections.data import Data
-from raysim.data.dataset import (
-    IMAGENET_GREY_MEAN_STD,
-    IMAGENET_MEAN_STD,
-    Dataset,
-    channels_first,
-    normalise,
-)
+from raysim.data.dataset import Dataset, channels_first, normalise_by_imagenet
 from raysim.errors import ConfigError, in_a_line
 from raysim.system.torchvision_operators import import_declaring_operators
 
@@ -35,6 +29,9 @@ GREY_MODES = ("1", "L")
 
 COLOUR_MODES = ("P", "PA", "LA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
 """Modes of Pillow that become RGB with 8 bits for each channel."""
+
+Pictures = Mapping[str, Any]
+"""Images of Pillow, by the words that name them in errors."""
 
 
 def import_torchvision() -> ModuleType:
@@ -74,20 +71,37 @@ def decode_images(
     Raises:
         ConfigError: a file is not an image, or it is damaged.
     """
+    square = _square(side)
+    paths = list(paths)
+    images = []
+    for path, place in zip(paths, places or map(str, paths), strict=True):
+        with _opened(path, place) as image:
+            images.append(np.asarray(square(_in_mode(image, mode, place))))
+    return channels_first(np.stack(images), upright=False)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, place: str) -> Iterator[Any]:
+    """Open an image of at most twice the size for which Pillow warns.
+
+    Whatever Pillow raises in the block is an error of `place`.
+    """
     from PIL import Image
 
-    transforms = import_torchvision().transforms
-    square = transforms.Compose([transforms.Resize(side), transforms.CenterCrop(side)])
-    images, paths = [], list(paths)
-    for path, place in zip(paths, places or map(str, paths), strict=True):
-        try:
-            with _large_images_allowed(), Image.open(path) as image:
-                images.append(np.asarray(square(_in_mode(image, mode, place))))
-        except ConfigError:
-            raise
-        except Exception as error:  # a damaged image may raise nearly anything
-            raise _unreadable(place, error) from None
-    return channels_first(np.stack(images), upright=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                yield image
+    except ConfigError:
+        raise
+    except Image.DecompressionBombError:
+        raise ConfigError(
+            f"{place}: has more than {2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6:.0f} million "
+            "pixels; scale it down"
+        ) from None
+    except Exception as error:  # a damaged image may raise nearly anything
+        raise ConfigError(f"{place}: cannot be read as an image: {in_a_line(error)}") from None
 
 
 def is_picture(value: Any) -> bool:
@@ -99,22 +113,21 @@ def is_picture(value: Any) -> bool:
     return hasattr(value, "convert") and hasattr(value, "getbands")
 
 
-def common_mode(images: Sequence[Any], places: Iterable[str]) -> str:
+def common_mode(images: Pictures) -> str:
     """Return the mode that images of Pillow get: "L" if all are grey, else "RGB".
 
     Args:
         images: the images.
-        places: for each one, the words that name it in errors.
 
     Raises:
         ConfigError: an image has pixels of more than 8 bits.
     """
-    for image, place in zip(images, places, strict=True):
+    for place, image in images.items():
         _check_depth(image.mode, place)
-    return "L" if all(image.mode in GREY_MODES for image in images) else "RGB"
+    return "L" if {image.mode for image in images.values()} <= {*GREY_MODES} else "RGB"
 
 
-def in_mode(images: Sequence[Any], mode: str, places: Iterable[str]) -> list[Any]:
+def in_mode(images: Pictures, mode: str) -> list[Any]:
     """Return images of Pillow in one mode, converted as torchvision's loader does.
 
     Transparent pixels count as if they were opaque.
@@ -122,12 +135,11 @@ def in_mode(images: Sequence[Any], mode: str, places: Iterable[str]) -> list[Any
     Args:
         images: n images.
         mode: "L" (grey, one channel) or "RGB".
-        places: for each image, the words that name it in errors.
 
     Raises:
         ConfigError: an image has pixels of more than 8 bits.
     """
-    return [_in_mode(image, mode, place) for image, place in zip(images, places, strict=True)]
+    return [_in_mode(image, mode, place) for place, image in images.items()]
 
 
 def _check_depth(mode: str, place: str) -> None:
@@ -149,60 +161,41 @@ def _in_mode(image: Any, mode: str, place: str) -> Any:
         return image.convert(mode)
 
 
-def common_side(images: Sequence[Any], images_test: Sequence[Any], size: int | None) -> int | None:
+def common_side(images: Pictures, images_test: Pictures, size: int | None) -> int | None:
     """Return the side in pixels of the squares that images become; None: they have one size.
 
     Args:
-        images: the training images, of Pillow; without `size` their median side is used.
-        images_test: the test images, of Pillow.
+        images: the training images; without `size` their median side is used.
+        images_test: the test images.
         size: `data.size`, in pixels; None: not set.
     """
-    if size is None and len({image.size for image in (*images, *images_test)}) > 1:
-        return int(np.median([min(image.size) for image in images]))
+    both = (*images.values(), *images_test.values())
+    if size is None and len({image.size for image in both}) > 1:
+        return int(np.median([min(image.size) for image in images.values()]))
     return size
 
 
-def as_squares(
-    images: Sequence[Any], side: int | None, mode: str, places: Sequence[str]
-) -> np.ndarray:
+def as_squares(images: Pictures, side: int | None, mode: str) -> np.ndarray:
     """Return images as uint8 [n, H, W] or [n, H, W, C], resized and cropped to squares.
 
     Args:
         images: n images of Pillow.
         side: height and width in pixels; None: they stay as they are.
         mode: "L" (grey, one channel) or "RGB".
-        places: for each image, the words that name it in errors.
 
     Raises:
         ConfigError: an image has pixels of more than 8 bits.
     """
-    converted = in_mode(images, mode, places)
+    converted = in_mode(images, mode)
     if side is not None:
-        transforms = import_torchvision().transforms
-        square = transforms.Compose([transforms.Resize(side), transforms.CenterCrop(side)])
-        converted = [square(image) for image in converted]
-    return np.stack([np.asarray(image) for image in converted])
+        converted = map(_square(side), converted)
+    return np.stack(list(map(np.asarray, converted)))
 
 
-@contextlib.contextmanager
-def _large_images_allowed() -> Iterator[None]:
-    """Allow images for which Pillow warns, and those of twice that size, which it refuses."""
-    from PIL import Image
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        yield
-
-
-def _unreadable(place: str, error: Exception) -> ConfigError:
-    from PIL import Image
-
-    if isinstance(error, Image.DecompressionBombError):
-        return ConfigError(
-            f"{place}: has more than {2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6:.0f} million "
-            "pixels; scale it down"
-        )
-    return ConfigError(f"{place}: cannot be read as an image: {in_a_line(error)}")
+def _square(side: int) -> Callable[[Any], Any]:
+    """Return the function that resizes an image's shorter side and crops its centre."""
+    transforms = import_torchvision().transforms
+    return transforms.Compose([transforms.Resize(side), transforms.CenterCrop(side)])
 
 
 def cached(
@@ -295,7 +288,7 @@ def load_folder(data: Data) -> Dataset:
     x_test = decode_images((Path(file) for file, _ in test.samples), side, mode)
     y = np.array(train.targets, dtype=np.int64)
     y_test = np.array([train.class_to_idx[test.classes[k]] for k in test.targets], dtype=np.int64)
-    norm = normalise(IMAGENET_GREY_MEAN_STD if mode == "L" else IMAGENET_MEAN_STD)
+    norm = normalise_by_imagenet(x)
     return Dataset(path.resolve().name, x, y, x_test, y_test, tuple(train.classes), *norm)
 
 
@@ -316,19 +309,10 @@ def common_form(
     paths: Sequence[Path], size: int | None, places: Iterable[str] | None = None
 ) -> tuple[int, str]:
     """Return the side of the squares and the mode, L or RGB, of a user's images."""
-    from PIL import Image
-
-    shapes = []
+    sides, modes = [], set()
     for path, place in zip(paths, places or map(str, paths), strict=True):
-        try:
-            with _large_images_allowed(), Image.open(path) as image:
-                _check_depth(image.mode, place)
-                shapes.append((min(image.size), image.mode))
-        except ConfigError:
-            raise
-        except Exception as error:  # likewise
-            raise _unreadable(place, error) from None
-    grey = all(mode in GREY_MODES for _, mode in shapes)
-    return size or round(
-        statistics.median(shorter for shorter, _ in shapes)
-    ), "L" if grey else "RGB"
+        with _opened(path, place) as image:
+            _check_depth(image.mode, place)
+            sides.append(min(image.size))
+            modes.add(image.mode)
+    return size or round(statistics.median(sides)), "L" if modes <= {*GREY_MODES} else "RGB"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from raysim.config import entry_points
 from raysim.config.references import read_code
@@ -74,6 +75,23 @@ DESCRIPTIONS = {
     "users": "your own images of natural users, named by one table or two",
 }
 """Description of each named data set; the counts include training and test examples."""
+
+TABLE_SUFFIXES = (".csv", ".parquet", ".json", ".jsonl", ".arrow")
+"""Endings of tables, which the package datasets can read."""
+
+READ_TABLES = (
+    "give a function that reads it and returns (x, y, x_test, y_test), as data=path.py:FUNCTION "
+    "(from Python also the arrays or tables themselves), or a folder of it by data={name: hf, "
+    "path: FOLDER, x: COLUMN, y: COLUMN}"
+)
+"""How a table becomes a data set."""
+
+OTHER_SUFFIXES = (
+    *(".npy", ".mat", ".h5", ".hdf5"),
+    *(".pt", ".pth", ".pkl"),
+    *(".tsv", ".txt", ".xlsx", ".zip"),
+)
+"""Endings of files that only a user's function can read."""
 
 OTHER_KINDS = ("arrays", "torchvision", "hf")
 """Names that need further keys."""
@@ -139,18 +157,8 @@ def load_dataset(data: AnyData) -> Dataset:
     if isinstance(data, Data):
         _check_name(data.name)
     startup_stages.begin(f"loading {data.name}")
-    match data:
-        case OwnData():
-            dataset = reading.from_function(data, _function_of(data))
-        case Arrays():
-            dataset = reading.from_npz(data)
-        case TorchvisionData():
-            dataset = from_torchvision(data)
-        case HuggingFace():
-            dataset = from_hugging_face(data)
-        case _:
-            dataset = _load_known(data)
-    return _augmented(data, _scaled(data, dataset))
+    load = LOADERS[type(data)]
+    return _augmented(data, _scaled(data, load(data)))
 
 
 def _scaled(data: AnyData, dataset: Dataset) -> Dataset:
@@ -197,16 +205,16 @@ def loading_once() -> Callable[[AnyData], Dataset]:
     return load
 
 
-def _function_of(data: OwnData) -> str:
-    """Return the reference to the function that returns a user's examples."""
-    if ":" in data.name:
-        return data.name
-    taken = (*dataset_names(), *OTHER_KINDS)
-    reference = entry_points.offered_reference(
-        entry_points.DATA, "data.name", data.name, data.name in taken
-    )
+def _load_own(data: OwnData) -> Dataset:
+    """Load what a user's function returns, or that of an installed package."""
+    reference: str | None = data.name
+    if ":" not in data.name:
+        taken = (*dataset_names(), *OTHER_KINDS)
+        reference = entry_points.offered_reference(
+            entry_points.DATA, "data.name", data.name, data.name in taken
+        )
     assert reference is not None  # the section is OwnData because there is an entry point
-    return reference
+    return reading.from_function(data, reference)
 
 
 def version_of(data: AnyData) -> str:
@@ -218,47 +226,32 @@ def version_of(data: AnyData) -> str:
     Raises:
         ConfigError: the file of the user's function does not exist.
     """
-    texts = [data.path] if isinstance(data, Arrays) else []
+    paths: list[Path] = []
     code = ""
-    if isinstance(data, OwnData):
-        texts = [value for value in data.parameters.values() if isinstance(value, str)]
-        file = data.name.rpartition(":")[0]
-        code = read_code(file, "data.name").package if file.endswith(".py") else ""
-    paths = [Path(text).expanduser() for text in texts]
-    if isinstance(data, HuggingFace):
-        paths = sorted(Path(data.path).expanduser().rglob("*"))
-    states = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.is_file()]
+    match data:
+        case Arrays():
+            paths = [Path(data.path)]
+        case HuggingFace():
+            paths = sorted(Path(data.path).expanduser().rglob("*"))
+        case OwnData():
+            paths = [Path(text) for text in data.parameters.values() if isinstance(text, str)]
+            file = data.name.rpartition(":")[0]
+            code = read_code(file, "data.name").package if file.endswith(".py") else ""
+    states = []
+    for path in filter(Path.is_file, map(Path.expanduser, paths)):
+        states.append((path.stat().st_size, path.stat().st_mtime_ns))
     return f"{code} {states}"
 
 
 def _door_to(name: str) -> str:
     """Return how a file of this name is given as data; "" for other names."""
-    kind = Path(name).suffix
-    if kind == ".npz":
-        return f"give the arrays x, y, x_test and y_test as data={{name: arrays, path: {name}}}"
-    if kind == ".py":
-        return f"name the function in it that returns the examples, as data={name}:FUNCTION"
-    if kind in (".csv", ".parquet", ".json", ".jsonl", ".arrow"):
-        return (
-            "give a function that reads it and returns (x, y, x_test, y_test), as "
-            "data=path.py:FUNCTION (from Python also the arrays or tables themselves), or a folder "
-            "of it by data={name: hf, path: FOLDER, x: COLUMN, y: COLUMN}"
-        )
-    if kind in (
-        ".npy",
-        ".pt",
-        ".pth",
-        ".pkl",
-        ".mat",
-        ".h5",
-        ".hdf5",
-        ".tsv",
-        ".txt",
-        ".xlsx",
-        ".zip",
-    ):
-        return "give a function that reads it, as data=path.py:FUNCTION"
-    return ""
+    ways = {
+        ".npz": f"give the arrays x, y, x_test and y_test as data={{name: arrays, path: {name}}}",
+        ".py": f"name the function in it that returns the examples, as data={name}:FUNCTION",
+        **dict.fromkeys(TABLE_SUFFIXES, READ_TABLES),
+        **dict.fromkeys(OTHER_SUFFIXES, "give a function that reads it, as data=path.py:FUNCTION"),
+    }
+    return ways.get(Path(name).suffix, "")
 
 
 def _check_name(name: str) -> None:
@@ -276,25 +269,38 @@ def _check_name(name: str) -> None:
 
 def _load_known(data: Data) -> Dataset:
     """Load a data set by its name."""
-    if data.path is not None and data.name not in USER_FORMATS:
-        raise ConfigError(
-            f"data.path: only the data sets {', '.join(USER_FORMATS)} read it; {data.name} is "
-            "looked for in data.root"
-        )
-    if data.size is not None and data.name not in IMAGE_FORMATS:
-        raise ConfigError(
-            f"data.size: only the data sets {', '.join(IMAGE_FORMATS)} have it; {data.name} has "
-            "its own size"
-        )
-    if data.problem is not None and data.name != "quadratics":
-        raise ConfigError(
-            f"data.problem: only data.name=quadratics has one; {data.name} has its own examples"
-        )
+    for key, names, only, instead in (
+        (
+            "path",
+            USER_FORMATS,
+            f"the data sets {', '.join(USER_FORMATS)} read it",
+            "is looked for in data.root",
+        ),
+        (
+            "size",
+            IMAGE_FORMATS,
+            f"the data sets {', '.join(IMAGE_FORMATS)} have it",
+            "has its own size",
+        ),
+        ("problem", ("quadratics",), "data.name=quadratics has one", "has its own examples"),
+    ):
+        if getattr(data, key) is not None and data.name not in names:
+            raise ConfigError(f"data.{key}: only {only}; {data.name} {instead}")
     if data.download and data.name not in MANUAL_STEPS:
         download_dataset(data.name, data.root)
     if data.name in TORCHVISION_SOURCES:
         return built_in_datasets.load_torchvision(data.name, data_root(data.root))
     return {**built_in_datasets.LOADERS, **USER_FORMATS}[data.name](data)
+
+
+LOADERS: dict[type, Callable[[Any], Dataset]] = {
+    OwnData: _load_own,
+    Arrays: reading.from_npz,
+    TorchvisionData: from_torchvision,
+    HuggingFace: from_hugging_face,
+    Data: _load_known,
+}
+"""The loader of each kind of section `data`."""
 
 
 def download_dataset(name: str, root: str | Path | None = None) -> None:

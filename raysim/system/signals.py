@@ -12,9 +12,11 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from raysim.errors import in_a_line
 
 HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run."""
@@ -147,6 +149,27 @@ def reraise_stop(error: BaseException) -> None:
     """
     if isinstance(error, Stopped) or _came_from_a_handler(error):
         raise error
+
+
+@contextmanager
+def failing_as(
+    error_of: Callable[[str], Exception], passing: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Turn everything that a user's code raises in this block into one error.
+
+    Signals that end the run pass unchanged.
+
+    Args:
+        error_of: returns the error for the reason, in one line.
+        passing: exceptions that pass unchanged too.
+    """
+    try:
+        yield
+    except passing:
+        raise
+    except BaseException as error:
+        reraise_stop(error)
+        raise error_of(in_a_line(error)) from None
 
 
 def _came_from_a_handler(error: BaseException) -> bool:

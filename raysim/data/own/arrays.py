@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from raysim.data.images import common_mode, in_mode, is_picture
-from raysim.errors import ConfigError, in_a_line
-from raysim.system.signals import reraise_stop
+from raysim.errors import ConfigError
+from raysim.system.signals import failing_as
 
 PADDING_X = 0
 """Token that pads sequences of inputs."""
@@ -74,11 +74,8 @@ class ArrayReader:
 
     def _read(self, values: Any, name: str) -> np.ndarray | list[np.ndarray]:
         """Return values of any type as an array, or as rows of different shapes."""
-        try:
+        with failing_as(lambda why: self.error(f"{name} cannot be read as an array: {why}")):
             return _to_numpy(values) if isinstance(values, torch.Tensor) else _from_rows(values)
-        except BaseException as error:
-            reraise_stop(error)
-            raise self.error(f"{name} cannot be read as an array: {in_a_line(error)}") from None
 
     def pictures(self, pictures: Sequence[Any], name: str) -> np.ndarray:
         """Return images of Pillow as uint8 [n, H, W] if all are grey, else [n, H, W, 3].
@@ -90,10 +87,9 @@ class ArrayReader:
         Raises:
             ConfigError: an image has other pixels than those of 8 bits, or another size.
         """
-        places = [f"{self.place}: {name}[{k}]" for k in range(len(pictures))]
-        mode = common_mode(pictures, places)
-        converted = in_mode(pictures, mode, places)
-        stacked = self.stacked([np.asarray(picture) for picture in converted], name)
+        images = {f"{self.place}: {name}[{k}]": picture for k, picture in enumerate(pictures)}
+        converted = in_mode(images, common_mode(images))
+        stacked = self.stacked(list(map(np.asarray, converted)), name)
         assert isinstance(stacked, np.ndarray)  # sequences have one dimension
         return stacked
 
@@ -266,7 +262,7 @@ def _from_rows(values: Any) -> np.ndarray | list[np.ndarray]:
         if array.dtype.kind == "O" and array.ndim and np.ndim(array.flat[0]):  # of rows
             array = np.asarray(array.tolist())
     except ValueError:  # rows of different lengths
-        return [np.asarray(row) for row in values]
+        return list(map(np.asarray, values))
     return array
 
 

@@ -24,9 +24,9 @@ from raysim.data.class_names import Names, class_names
 from raysim.data.images import is_picture
 from raysim.data.own.arrays import ArrayReader, Sequences
 from raysim.data.own.read_again import first_changed
-from raysim.errors import ConfigError, in_a_line
-from raysim.spelling import did_you_mean
-from raysim.system.signals import reraise_stop
+from raysim.errors import ConfigError
+from raysim.spelling import did_you_mean, lacking
+from raysim.system.signals import failing_as
 
 logger = logging.getLogger("raysim")
 
@@ -58,21 +58,23 @@ class FormReader(ArrayReader):
         Raises:
             ConfigError: it has none of the known forms.
         """
-        if isinstance(content, Mapping):
-            if not content.keys() & set(MAPPING_KEYS):
-                self._refuse_clients(content.values())
-            return self._of_mapping(content)
-        if isinstance(content, tuple | list) and len(content) != 2:
-            self._refuse_clients(content)
-        if isinstance(content, tuple | list) and len(content) == len(REQUIRED_ARRAYS):
-            return tuple(content[:2]), tuple(content[2:]), {}
-        if isinstance(content, tuple | list) and len(content) == 2:
-            if all(hasattr(part, "__array__") for part in content):
-                raise self.error(
-                    "x and y have no test half; keep some examples for it and give (x, y, x_test, "
-                    "y_test)"
-                )
-            return content[0], content[1], {}
+        match content:
+            case Mapping():
+                if content.keys().isdisjoint(MAPPING_KEYS):
+                    self._refuse_clients(content.values())
+                return self._of_mapping(content)
+            case [train, test]:
+                if hasattr(train, "__array__") and hasattr(test, "__array__"):
+                    raise self.error(
+                        "x and y have no test half; keep some examples for it and give (x, y, "
+                        "x_test, y_test)"
+                    )
+                return train, test, {}
+            case [x, y, x_test, y_test]:
+                self._refuse_clients(content)
+                return (x, y), (x_test, y_test), {}
+            case [*parts]:
+                self._refuse_clients(parts)
         raise self.error(
             f"expected x, y, x_test, y_test, or a mapping of them, or a train and a test set; got "
             f"a {_kind(content)}"
@@ -81,21 +83,25 @@ class FormReader(ArrayReader):
     def _of_mapping(self, content: Mapping[Any, Any]) -> tuple[Any, Any, dict[str, Any]]:
         """Return both halves and the other entries of a mapping."""
         known = {key: content[key] for key in MAPPING_KEYS if key in content}
-        for key, value in content.items():
-            if key not in known and not _is_table(value):
+        for key in lacking(content, MAPPING_KEYS):
+            if not _is_table(content[key]):
                 raise self.error(f"unknown key {key!r}{did_you_mean(str(key), MAPPING_KEYS)}")
-            if key not in known:
-                logger.warning("%s: the split %r is not used", self.place, key)
+            logger.warning("%s: the split %r is not used", self.place, key)
         others = {key: known.pop(key) for key in OTHER_KEYS if key in known}
         wanted = ("train", "test") if "train" in known else REQUIRED_ARRAYS
-        if missing := [key for key in wanted if key not in known]:
-            raise self.error(f"the mapping has no {' and no '.join(missing)}")
-        if doubled := known.keys() - set(wanted):
+        self._refuse_missing(wanted, known, "the mapping has no")
+        if doubled := lacking(known, wanted):
             raise self.error(f"give either {min(doubled)} or {wanted[0]}")
-        if wanted == REQUIRED_ARRAYS:
-            x, y, x_test, y_test = (known[key] for key in wanted)
-            return (x, y), (x_test, y_test), others
-        return known["train"], known["test"], others
+        if "train" in known:
+            return known["train"], known["test"], others
+        return (known["x"], known["y"]), (known["x_test"], known["y_test"]), others
+
+    def _refuse_missing(
+        self, wanted: Collection[str], names: Collection[Any], has_no: str, rest: str = ""
+    ) -> None:
+        """Refuse examples without some entries or columns."""
+        if missing := lacking(wanted, names):
+            raise self.error(f"{has_no} {' and no '.join(missing)}{rest}")
 
     def _refuse_clients(self, parts: Collection[Any]) -> None:
         """Refuse the examples of each client by itself."""
@@ -121,17 +127,18 @@ class FormReader(ArrayReader):
             return self._columns(half, split)
         if _is_data_set(half):
             return self._examples(half, split)
-        if isinstance(half, Mapping):
-            return self._entries(half, f"the {split} half")
-        if isinstance(half, tuple | list) and len(half) == 2:
-            return half[0], half[1], None
-        if isinstance(half, tuple | list):
-            self._refuse_clients(half)
-        if isinstance(half, torch.utils.data.DataLoader):
-            raise self.error(
-                f"the {split} examples are a DataLoader, and clients draw their batches "
-                "themselves; give the data set that it loads (its attribute dataset)"
-            )
+        match half:
+            case Mapping():
+                return self._entries(half, f"the {split} half")
+            case [x, y]:
+                return x, y, None
+            case [*parts]:
+                self._refuse_clients(parts)
+            case torch.utils.data.DataLoader():
+                raise self.error(
+                    f"the {split} examples are a DataLoader, and clients draw their batches "
+                    "themselves; give the data set that it loads (its attribute dataset)"
+                )
         raise self.error(
             f"the {split} examples are a {_kind(half)}; expected (x, y), a mapping of x and y, a "
             "torch Dataset or a Hugging Face dataset"
@@ -147,14 +154,12 @@ class FormReader(ArrayReader):
 
     def _entries(self, entries: Mapping[Any, Any], place: str) -> Half:
         """Return x, y and user of a mapping."""
-        for key in entries:
-            if key not in ("x", "y", *USER_KEYS):
-                hint = did_you_mean(str(key), ("x", "y", "user"))
-                raise self.error(f"{place} has the unknown key {key!r}{hint}")
-        if missing := [key for key in ("x", "y") if key not in entries]:
-            raise self.error(f"{place} has no {' and no '.join(missing)}")
+        for key in lacking(entries, ("x", "y", *USER_KEYS)):
+            hint = did_you_mean(str(key), ("x", "y", "user"))
+            raise self.error(f"{place} has the unknown key {key!r}{hint}")
+        self._refuse_missing(("x", "y"), entries, f"{place} has no")
         user = self._user_key(entries, f"{place} has")
-        return entries["x"], entries["y"], None if user is None else entries[user]
+        return entries["x"], entries["y"], entries.get(user)
 
     def _user_key(self, keys: Collection[Any], place: str) -> str | None:
         """Return the key or column of the users; None if there is none."""
@@ -191,38 +196,31 @@ class FormReader(ArrayReader):
         """Return the number of examples of a map-style data set."""
         if isinstance(half, torch.utils.data.IterableDataset):
             raise self._no_length(split)
-        try:
+        no_length = f"the {split} examples have no length"
+        with failing_as(lambda why: self.error(f"{no_length} ({why}); define __len__")):
             return len(half)
-        except BaseException as error:
-            reraise_stop(error)
-            raise self.error(
-                f"the {split} examples have no length ({in_a_line(error)}); define __len__"
-            ) from None
 
     def _users(self, users: list[Any], split: str) -> list[Any] | None:
         """Return the user of each example; None if no example has one."""
-        present = [user for user in users if user is not None]
-        if not present:
+        n_present = sum(user is not None for user in users)
+        if not n_present:
             return None
-        if len(present) < len(users):
-            raise self.error(
-                f"only {len(present)} of the {len(users)} {split} examples have a user"
-            )
+        if n_present < len(users):
+            raise self.error(f"only {n_present} of the {len(users)} {split} examples have a user")
         return users
 
     def _example(self, half: Any, k: int, place: str) -> Half:
         """Return x, y and user of one example of a torch data set."""
-        try:
+        with failing_as(lambda why: self.error(f"{place} fails: {why}")):
             example = half[k]
-        except BaseException as error:
-            reraise_stop(error)
-            raise self.error(f"{place} fails: {in_a_line(error)}") from None
-        if isinstance(example, Mapping):
-            if _is_table(half):  # its other columns are not used
-                example = {key: example[key] for key in ("x", "y", *USER_KEYS) if key in example}
-            return self._entries(example, place)
-        if isinstance(example, tuple | list) and len(example) == 2:
-            return *example, None
+        match example:
+            case Mapping():
+                if _is_table(half):  # its other columns are not used
+                    used = ("x", "y", *USER_KEYS)
+                    example = {key: value for key, value in example.items() if key in used}
+                return self._entries(example, place)
+            case [x, y]:
+                return x, y, None
         raise self.error(
             f"{place} is a {_kind(example)}; expected a pair (x, y), or a mapping that names its "
             "entries: x, y and user; several inputs of a net are one x, a mapping or a tuple"
@@ -269,17 +267,11 @@ class FormReader(ArrayReader):
         if not hasattr(half, "__len__"):
             raise self._no_length(split)
         names = list(half.column_names)
-        if missing := [name for name in ("x", "y") if name not in names]:
-            raise self.error(
-                f"the {split} examples have no column {' and no '.join(missing)} but "
-                f"{', '.join(names)}; rename them with rename_column"
-            )
+        rest = f" but {', '.join(names)}; rename them with rename_column"
+        self._refuse_missing(("x", "y"), names, f"the {split} examples have no column", rest)
         user = self._user_key(names, f"the {split} examples have")
-        return (
-            read_column(half, "x"),
-            read_column(half, "y"),
-            None if user is None else read_column(half, user),
-        )
+        users = None if user is None else read_column(half, user)
+        return read_column(half, "x"), read_column(half, "y"), users
 
     def _no_length(self, split: str) -> ConfigError:
         """Return the error for a stream of examples."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from raysim.errors import ConfigError, in_a_line
-from raysim.spelling import did_you_mean
+from raysim.spelling import did_you_mean, lacking
 
 
 def read_arrays(
@@ -67,13 +67,13 @@ def _check_names(
     names: Sequence[str], place: str, needed: Sequence[str], optional: Sequence[str]
 ) -> None:
     """Refuse a file that lacks an array, or has an unknown one."""
-    if missing := [name for name in needed if name not in names]:
+    if missing := lacking(needed, names):
         raise ConfigError(
             f"{place} has no array {' and no '.join(missing)}; it has {', '.join(names) or 'none'}"
         )
     known = (*needed, *optional)
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"{place}: unknown array {unknown[0]}{did_you_mean(unknown[0], known)}")
+    for name in lacking(names, known):
+        raise ConfigError(f"{place}: unknown array {name}{did_you_mean(name, known)}")
 
 
 def _check_kind(path: Path, key: str, advice: str) -> None:

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,7 @@ import torch
 from raysim.config.sections.data import Arrays, OwnData
 from raysim.config.users_function import call_function
 from raysim.data.class_names import in_names_order
-from raysim.data.dataset import (
-    IMAGENET_GREY_MEAN_STD,
-    IMAGENET_MEAN_STD,
-    Dataset,
-    channels_first,
-    normalise,
-)
+from raysim.data.dataset import Dataset, channels_first, normalise_by_imagenet
 from raysim.data.own.forms import REQUIRED_ARRAYS, USER_KEYS, FormReader
 from raysim.data.own.natural_users import Numbered, number_users
 from raysim.data.own.npz import read_arrays
@@ -249,23 +242,20 @@ class _Reader(FormReader):
 
     def check_columns(self, train: Any, other: Any, name: str, other_name: str) -> None:
         """Refuse tables of pandas or Polars whose columns are others or in another order."""
-        columns, other_columns = (
-            list(map(str, getattr(table, "columns", ()))) for table in (train, other)
-        )
+        columns = list(map(str, getattr(train, "columns", ())))
+        other_columns = list(map(str, getattr(other, "columns", ())))
         if not columns or not other_columns or columns == other_columns:
             return
-        surplus, other_surplus = (
-            _first_columns((Counter(a) - Counter(b)).elements())
-            for a, b in ((columns, other_columns), (other_columns, columns))
-        )
-        differ = [
-            f"{lacking} has no column {listed}"
-            for lacking, listed in ((other_name, surplus), (name, other_surplus))
-            if listed
-        ]
+        what = f"{other_name} has the columns of {name} in another order"
+        if Counter(columns) != Counter(other_columns):
+            what = " and ".join(
+                [
+                    *_missing_columns(other_name, other_columns, columns),
+                    *_missing_columns(name, columns, other_columns),
+                ]
+            )
         raise self.error(
-            (" and ".join(differ) or f"{other_name} has the columns of {name} in another order")
-            + "; give both the same columns in the same order, for example test[train.columns]"
+            f"{what}; give both the same columns in the same order, for example test[train.columns]"
         )
 
     def one_of(self, users: Any, split: str, others: Mapping[str, Any], key: str) -> Any:
@@ -323,12 +313,13 @@ class _Reader(FormReader):
         """Return the names of the classes; () if the targets are not labels from 0."""
         if isinstance(declared, Sequence) and not isinstance(declared, str):
             return tuple(map(str, declared))
-        if declared is not None and (type(declared) is not int or declared < 1):
+        if declared is None:
+            declared = _number_of_labels(y, y_test)
+        elif type(declared) is not int or declared < 1:
             raise self.error(f"classes is {declared!r}; give their number or their names")
-        if declared is not None and declared > MAX_CLASSES:
+        elif declared > MAX_CLASSES:
             raise self.error(f"classes is {declared}; at most {MAX_CLASSES} are possible")
-        n = declared if declared is not None else _number_of_labels(y, y_test)
-        return tuple(str(c) for c in range(n))
+        return tuple(map(str, range(declared)))
 
 
 def make_dataset(name: str, content: Any, place: str) -> Dataset:
@@ -382,8 +373,7 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
     numbered = reader.groups(users, users_test, len(y), len(y_test))
     scale = shift = None
     if x.dtype == np.uint8 and x.ndim == 4 and x.shape[1] in (1, 3):
-        statistics = IMAGENET_GREY_MEAN_STD if x.shape[1] == 1 else IMAGENET_MEAN_STD
-        scale, shift = normalise(statistics)
+        scale, shift = normalise_by_imagenet(x)
     declared = others.get("classes")
     if declared is None and len(class_names) >= _number_of_labels(y, y_test) > 0:
         declared = class_names
@@ -464,16 +454,18 @@ def is_content(value: Any) -> bool:
     Args:
         value: a mapping that was given as `data`.
     """
-    examples = [value[key] for key in ("x", "y", "train", "test") if key in value]
     # Those of each client by itself are refused where they are read.
     objects = tuple | np.ndarray | torch.Tensor | torch.utils.data.Dataset
-    clients = [part for part in value.values() if isinstance(part, objects)]
-    return "name" not in value and any(not isinstance(part, str) for part in [*examples, *clients])
+    for key, part in value.items():
+        is_examples = key in ("x", "y", "train", "test") and not isinstance(part, str)
+        if is_examples or isinstance(part, objects):
+            return "name" not in value
+    return False
 
 
 def _users_in_order(names: tuple[str, ...]) -> np.ndarray:
     """Return users, as numbers or text, so that sorting them keeps their order: 2 is before 10."""
-    numbers = [int(name) for name in names if INTEGER.fullmatch(name)]
+    numbers = list(map(int, filter(INTEGER.fullmatch, names)))
     in_order = len(numbers) == len(names) and numbers == sorted(numbers)
     return np.array(numbers if in_order else names)
 
@@ -501,19 +493,20 @@ def store_examples(content: Any) -> dict[str, Any]:
                 arrays[f"{name}.{key}"] = part
         elif array is not None:
             arrays[name] = array
-    if dataset.groups is not None:
-        users = _users_in_order(dataset.group_names)
-        arrays["user"] = users[dataset.groups]
-        if dataset.test_groups is not None:
-            arrays["user_test"] = users[dataset.test_groups]
+    users = _users_in_order(dataset.group_names)
+    for key, numbers in (("user", dataset.groups), ("user_test", dataset.test_groups)):
+        if numbers is not None:
+            arrays[key] = users[numbers]
     identity = f"{dataset.digest} {dataset.group_names}"
     path = stored_arrays("data", arrays, identity)
     classes = dataset.n_classes if dataset.classes_declared else None
     return {"name": "arrays", "path": str(path), "classes": classes}
 
 
-def _first_columns(names: Iterator[str]) -> str:
-    """Return the first few names of columns, and how many more there are."""
-    first = ", ".join(itertools.islice(names, MAX_COLUMNS_SHOWN))
-    n_more = sum(1 for _ in names)
-    return first + (f" and {n_more} more" if n_more else "")
+def _missing_columns(name: str, columns: list[str], wanted: list[str]) -> list[str]:
+    """Return in words which columns a table lacks, and how many more than a few; [] for none."""
+    missing = list((Counter(wanted) - Counter(columns)).elements())
+    if not missing:
+        return []
+    more = f" and {len(missing) - MAX_COLUMNS_SHOWN} more" if missing[MAX_COLUMNS_SHOWN:] else ""
+    return [f"{name} has no column {', '.join(missing[:MAX_COLUMNS_SHOWN])}{more}"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,8 @@ from raysim.data.partition.clients import ExampleLists
 from raysim.errors import ConfigError
 from raysim.system.json_files import parsed
 
-IndexLists = tuple[np.ndarray, np.ndarray]
-"""The `indices` and `offsets` of `raysim.data.Clients`."""
 
-
-def read_partition(path: Path, n: int) -> IndexLists:
+def read_partition(path: Path, n: int) -> ExampleLists:
     """Read a partition from a file; the order of the indices is kept.
 
     Args:
@@ -34,11 +31,9 @@ def read_partition(path: Path, n: int) -> IndexLists:
         if path.suffix == ".npz":
             advice = "save the integer arrays indices and offsets with np.savez"
             arrays = read_arrays(path, "partition.path", ("indices", "offsets"), (), advice)
-            indices, offsets = map(_whole_numbers, (arrays["indices"], arrays["offsets"]))
+            lists = ExampleLists(*map(_whole_numbers, (arrays["indices"], arrays["offsets"])))
         else:
-            lists = [_whole_numbers(entry) for entry in parsed(path.read_bytes(), list)]
-            indices = np.concatenate([np.empty(0, dtype=np.int64), *lists])
-            offsets = np.cumsum([0, *map(len, lists)])
+            lists = _joined(parsed(path.read_bytes(), list))
     except OSError as error:
         raise ConfigError(
             f"partition.path: {path} cannot be read: {error.strerror or error}"
@@ -48,23 +43,18 @@ def read_partition(path: Path, n: int) -> IndexLists:
             f"partition.path: {path} is neither a JSON list of lists of indices nor an .npz of the "
             f"integer arrays indices and offsets: {error}"
         ) from None
-    if (
-        len(offsets) < 2
-        or offsets[0] != 0
-        or offsets[-1] != len(indices)
-        or (np.diff(offsets) < 0).any()
-    ):
+    offsets, last = lists.offsets, len(lists.indices)
+    if len(lists) < 1 or [*offsets[[0, -1]]] != [0, last] or (np.diff(offsets) < 0).any():
         raise ConfigError(
-            f"partition.path: {path}: offsets must rise from 0 to the number of indices, "
-            f"{len(indices)}"
+            f"partition.path: {path}: offsets must rise from 0 to the number of indices, {last}"
         )
     # A partition from Python is in a file that the user does not know.
     place = "partition" if is_stored(path) else f"partition.path: {path}"
-    _check_indices(indices, offsets, n, place)
-    return indices, offsets
+    _check_indices(lists, n, place)
+    return lists
 
 
-def divide_by_function(p: OwnPartition, y: np.ndarray, rng: np.random.Generator) -> IndexLists:
+def divide_by_function(p: OwnPartition, y: np.ndarray, rng: np.random.Generator) -> ExampleLists:
     """Divide the examples by a user's function; the order of the indices is kept.
 
     Args:
@@ -78,8 +68,8 @@ def divide_by_function(p: OwnPartition, y: np.ndarray, rng: np.random.Generator)
     place = f"partition.name: {p.name}"
     returned = call_function("partition", p.name, p.parameters, y.copy(), p.clients, rng)
     lists = as_lists(returned, f"{place} returned", p.clients)
-    _check_indices(lists.indices, lists.offsets, len(y), place, p.overlap)
-    return lists.indices, lists.offsets
+    _check_indices(lists, len(y), place, p.overlap)
+    return lists
 
 
 def as_lists(returned: Any, place: str, n_clients: int, n: int | None = None) -> ExampleLists:
@@ -95,7 +85,7 @@ def as_lists(returned: Any, place: str, n_clients: int, n: int | None = None) ->
         ConfigError: it is no list of positions for each client, or a position is wrong.
     """
     try:
-        lists = [_whole_numbers(entry) for entry in returned]
+        lists = _joined(returned)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{place} a {type(returned).__name__}; return a list with the positions of each "
@@ -103,11 +93,16 @@ def as_lists(returned: Any, place: str, n_clients: int, n: int | None = None) ->
         ) from None
     if len(lists) != n_clients:
         raise ConfigError(f"{place} {len(lists)} clients; partition.clients is {n_clients}")
+    if n is not None and len(lists.indices):
+        _check_indices(lists, n, place, overlap=True)
+    return lists
+
+
+def _joined(entries: Iterable[Any]) -> ExampleLists:
+    """Return the lists of all clients; raise `ValueError` or `TypeError` for no whole numbers."""
+    lists = list(map(_whole_numbers, entries))
     indices = np.concatenate([np.empty(0, dtype=np.int64), *lists])
-    offsets = np.cumsum([0, *map(len, lists)])
-    if n is not None and len(indices):
-        _check_indices(indices, offsets, n, place, overlap=True)
-    return ExampleLists(indices, offsets)
+    return ExampleLists(indices, np.cumsum([0, *map(len, lists)]))
 
 
 def is_lists(value: Mapping[Any, Any]) -> bool:
@@ -144,10 +139,9 @@ def store_partition(lists: Sequence[Any] | Mapping[Any, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"partition: expected the positions of client {k}'s examples: {error}"
             ) from None
-    indices = np.concatenate([np.empty(0, dtype=np.int64), *clients])
-    offsets = np.cumsum([0, *map(len, clients)])
-    _check_indices(indices, offsets, None, "partition")
-    path = stored_arrays("partition", {"indices": indices, "offsets": offsets})
+    joined = _joined(clients)
+    _check_indices(joined, None, "partition")
+    path = stored_arrays("partition", {"indices": joined.indices, "offsets": joined.offsets})
     return {"name": "file", "path": str(path)}
 
 
@@ -162,21 +156,18 @@ def _in_order(lists: Mapping[Any, Any]) -> list[Any]:
     return [lists[client] for client in range(len(lists))]
 
 
-def _check_indices(
-    indices: np.ndarray, offsets: np.ndarray, n: int | None, place: str, overlap: bool = False
-) -> None:
+def _check_indices(lists: ExampleLists, n: int | None, place: str, overlap: bool = False) -> None:
     """Refuse indices that are no examples, and examples that occur twice.
 
     Args:
-        indices: the clients' examples, as in `Clients`.
-        offsets: the bounds of the clients.
+        lists: the clients' examples.
         n: number of examples; None: not yet known.
         place: key and source, with which errors begin.
         overlap: whether clients may share examples. No client has one twice.
     """
+    indices, client = lists.indices, lists.owners
     if not len(indices):
         raise ConfigError(f"{place}: no client has an example")
-    client = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     outside = indices < 0 if n is None else (indices < 0) | (indices >= n)
     if (wrong := np.flatnonzero(outside)).size:
         k = wrong[0]

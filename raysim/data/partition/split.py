@@ -9,8 +9,10 @@ removed from training after the partition is drawn.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -66,35 +68,21 @@ def split_dataset(
             on.
     """
     own_seed = seed if partition.seed is None else partition.seed
+    n = len(dataset.y)
     _refuse_unused_users(partition, dataset)
-    users: np.ndarray | None = None
+    if isinstance(partition, Virtual):
+        _require(partition.samples <= n, dataset, f"partition.samples={partition.samples}")
+        return VirtualClients(partition.clients, partition.samples, n, own_seed)
     draw: Drawn | None = None
-    match partition:
-        case Virtual():
-            _require(
-                partition.samples <= len(dataset.y),
-                dataset,
-                f"partition.samples={partition.samples}",
-            )
-            return VirtualClients(partition.clients, partition.samples, len(dataset.y), own_seed)
-        case FromFile():
-            clients = Clients(*read_partition(Path(partition.path).expanduser(), len(dataset.y)))
-        case OwnPartition():
-            draw = partial(_drawn_by_function, partition, dataset)
-            lists = draw(generator(own_seed, "partition"))
-            clients = Clients(lists.indices, lists.offsets)
-        case _:
-            if isinstance(partition, DIVIDED_BY_CLASS):
-                dataset.check_labels("partition.name", f"'{partition.name}' divides by class and")
-            owner = _owner(partition, dataset, generator(own_seed, "partition"))
-            n_clients = partition.clients or len(dataset.group_names)
-            lists = ExampleLists.of(owner, n_clients)
-            clients = Clients(lists.indices, lists.offsets)
-            if partition.clients is not None:
-                draw = partial(_drawn, partition, dataset, n_clients)
-            if isinstance(partition, Natural) and dataset.groups is not None:
-                users = np.full(len(dataset.group_names), -1, dtype=np.int64)
-                users[dataset.groups[dataset.groups >= 0]] = owner[dataset.groups >= 0]
+    if isinstance(partition, FromFile):
+        lists = read_partition(Path(partition.path).expanduser(), n)
+    else:
+        draw = partial(_drawn, partition, dataset)
+        lists = draw(generator(own_seed, "partition"))
+    clients = Clients(lists.indices, lists.offsets)
+    users = _users(clients, dataset) if isinstance(partition, Natural) else None
+    if isinstance(partition, Natural) and partition.clients is None:
+        draw = None  # one client for each user is no draw
     rng = generator(own_seed, "validation")
     clients = hold_out_validation(clients, partition.val_fraction, rng)
     if partition.test is not None:
@@ -109,18 +97,23 @@ def split_dataset(
     return clients
 
 
-def _drawn(
-    partition: Partition, dataset: Dataset, n_clients: int, rng: np.random.Generator
-) -> ExampleLists:
+def _drawn(partition: Any, dataset: Dataset, rng: np.random.Generator) -> ExampleLists:
     """Return a draw of a partition."""
-    return ExampleLists.of(_owner(partition, dataset, rng), n_clients)
+    if isinstance(partition, OwnPartition):
+        return divide_by_function(partition, dataset.y, rng)
+    if isinstance(partition, DIVIDED_BY_CLASS):
+        dataset.check_labels("partition.name", f"'{partition.name}' divides by class and")
+    owner = OWNERS[type(partition)](partition, dataset, rng)
+    return ExampleLists.of(owner, partition.clients or len(dataset.group_names))
 
 
-def _drawn_by_function(
-    partition: OwnPartition, dataset: Dataset, rng: np.random.Generator
-) -> ExampleLists:
-    """Return a draw of a partition by the user's function."""
-    return ExampleLists(*divide_by_function(partition, dataset.y, rng))
+def _users(clients: Clients, dataset: Dataset) -> np.ndarray:
+    """Return the client of each user of the data set, int64 [users]; -1 for none."""
+    assert dataset.groups is not None  # `_natural` has refused other data sets
+    users = np.full(len(dataset.group_names), -1, dtype=np.int64)
+    of_examples = dataset.groups[clients.indices]
+    users[of_examples[of_examples >= 0]] = clients.owners[of_examples >= 0]
+    return users
 
 
 def _refuse_unused_users(partition: Partition, dataset: Dataset) -> None:
@@ -138,24 +131,6 @@ def _refuse_unused_users(partition: Partition, dataset: Dataset) -> None:
         "test examples have too; set partition=natural and partition.test=natural, or leave the "
         "users of the test examples out"
     )
-
-
-def _owner(partition: Partition, dataset: Dataset, rng: np.random.Generator) -> np.ndarray:
-    """Return the owner of each example, int [n], with -1 for no client."""
-    match partition:
-        case IID():
-            return _iid(partition, dataset, rng)
-        case Dirichlet():
-            return _dirichlet(partition, dataset, rng)
-        case SlowClass():
-            return _slow_class(partition, dataset, rng)
-        case Shards():
-            return _shards(partition, dataset, rng)
-        case HeavyTail():
-            return _heavy_tail(partition, dataset, rng)
-        case Natural():
-            return _natural(partition, dataset, rng)
-    raise AssertionError(partition)
 
 
 def _require(enough: bool, dataset: Dataset, keys: str) -> None:
@@ -363,6 +338,18 @@ def _natural(p: Natural, dataset: Dataset, rng: np.random.Generator) -> np.ndarr
     )
     owner[others] = np.searchsorted(ends, np.arange(len(others)), side="right")
     return owner
+
+
+OWNERS: dict[type, Callable[[Any, Dataset, np.random.Generator], np.ndarray]] = {
+    IID: _iid,
+    Dirichlet: _dirichlet,
+    SlowClass: _slow_class,
+    Shards: _shards,
+    HeavyTail: _heavy_tail,
+    Natural: _natural,
+}
+"""For each kind of partition the function that returns the owner of each example, int [n]; -1: no
+client."""
 
 
 def _pools(y: np.ndarray) -> list[np.ndarray]:

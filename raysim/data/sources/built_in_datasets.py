@@ -114,8 +114,7 @@ def load_torchvision(name: str, root: Path) -> Dataset:
             f"data.name: the files of {name} in {root} are damaged: {error}"
         ) from None
     # EMNIST letters: labels from 1, and a name for 0
-    classes = [name for name in train.classes if name != "N/A"]
-    first = len(train.classes) - len(classes)
+    first = int("N/A" in train.classes)
     x, x_test = (
         channels_first(np.asarray(half.data), upright=source.cls == "EMNIST")
         for half in (train, test)
@@ -127,7 +126,7 @@ def load_torchvision(name: str, root: Path) -> Dataset:
         y,
         x_test,
         y_test,
-        tuple(classes),
+        tuple(train.classes[first:]),
         *normalise(source.statistics),
         pad=source.pad,
         flip=source.flip,
@@ -208,16 +207,15 @@ def load_tiny_imagenet(data: Data) -> Dataset:
         raise missing_files_error(
             "tiny_imagenet", root, f"there is no file {error.filename}"
         ) from None
-    label = {wnid: k for k, wnid in enumerate(classes)}
     paths: tuple[list[Path], list[Path]] = [], []
     labels: tuple[list[int], list[int]] = [], []
-    for wnid in classes:
+    for label, wnid in enumerate(classes):
         paths[0].extend(files[wnid])
-        labels[0].extend([label[wnid]] * len(files[wnid]))
+        labels[0].extend([label] * len(files[wnid]))
     for line in lines:
         file, wnid = line.split("\t")[:2]
         paths[1].append(folder / "val" / "images" / file)
-        labels[1].append(label[wnid])
+        labels[1].append(classes.index(wnid))
     x, x_test = cached(
         folder / "raysim-64.npz",
         [len(half) for half in paths],
@@ -270,23 +268,26 @@ def load_covid_ct(data: Data) -> Dataset:
     root = data_root(data.root)
     folder = root / "COVID-CT"
     rows = _covid_index(folder / "index.csv", root)
-    train = [row for row in rows if row["split"] == "train"]
-    test = [row for row in rows if row["split"] != "train"]
-    x = decode_images((folder / row["file"] for row in train), 128, "L")
-    x_test = decode_images((folder / row["file"] for row in test), 128, "L")
     classes = ("NonCOVID", "COVID")
-    y = np.array([classes.index(row["label"]) for row in train], dtype=np.int64)
-    y_test = np.array([classes.index(row["label"]) for row in test], dtype=np.int64)
-    paper = [_covid_paper(row) for row in train]
-    papers = sorted(set(paper) - {""})
-    number = {name: k for k, name in enumerate(papers)}
-    groups = np.array([number.get(name, -1) for name in paper], dtype=np.int32)
+    images: tuple[list[Path], list[Path]] = [], []
+    labels: tuple[list[int], list[int]] = [], []
+    paper = []
+    for row in rows:
+        half = int(row["split"] != "train")
+        images[half].append(folder / row["file"])
+        labels[half].append(classes.index(row["label"]))
+        if row["split"] == "train":
+            paper.append(_covid_paper(row))
+    # The images without a paper, "", come first and get -1.
+    names, numbers = np.unique(["", *paper], return_inverse=True)
+    papers = names[1:].tolist()
+    groups = (numbers[1:] - 1).astype(np.int32)
     return Dataset(
         "covid_ct",
-        x,
-        y,
-        x_test,
-        y_test,
+        decode_images(images[0], 128, "L"),
+        np.array(labels[0], dtype=np.int64),
+        decode_images(images[1], 128, "L"),
+        np.array(labels[1], dtype=np.int64),
         classes,
         *normalise(IMAGENET_GREY_MEAN_STD),
         pad=16,

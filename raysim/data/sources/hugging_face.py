@@ -42,11 +42,11 @@ def from_hugging_face(data: HuggingFace) -> Dataset:
     splits = _load_splits(data)
     train = _pick(splits, data, "train")
     test = _pick(splits, data, "test")
-    columns = {"x": data.x, "y": data.y} | ({"user": data.user} if data.user else {})
-    for key, column in columns.items():
-        _check_column(train, data, key, column, data.train)
-        if key != "user":
-            _check_column(test, data, key, column, data.test)
+    for half, split in ((train, data.train), (test, data.test)):
+        _check_column(half, data, "x", data.x, split)
+        _check_column(half, data, "y", data.y, split)
+    if data.user:
+        _check_column(train, data, "user", data.user, data.train)
     place = f"data.path: {data.path}"
     y = read_column(train, data.y)
     names = column_names(train, data.y)
@@ -144,30 +144,22 @@ def _inputs(train: Any, test: Any, data: HuggingFace) -> tuple[Any, Any]:
         if data.size is not None:
             raise ConfigError(f"data.size: the column '{data.x}' of {data.path} holds no images")
         return read_column(train, data.x), read_column(test, data.x)
-    halves = [
-        _images(half, data, split) for half, split in ((train, data.train), (test, data.test))
-    ]
-    places, places_test = (
-        [f"data.x: example {k} of the split {split} of {data.path}" for k in range(len(half))]
-        for split, half in zip((data.train, data.test), halves, strict=True)
-    )
-    side = common_side(halves[0], halves[1], data.size)
-    mode = common_mode([*halves[0], *halves[1]], [*places, *places_test])
-    x = as_squares(halves[0], side, mode, places)
-    return x, as_squares(halves[1], side, mode, places_test)
+    images = _images(train, data, data.train)
+    images_test = _images(test, data, data.test)
+    side = common_side(images, images_test, data.size)
+    mode = common_mode({**images, **images_test})
+    return as_squares(images, side, mode), as_squares(images_test, side, mode)
 
 
-def _images(half: Any, data: HuggingFace, split: str) -> list[Any]:
-    """Return the decoded images of a split."""
-    images = []
+def _images(half: Any, data: HuggingFace, split: str) -> dict[str, Any]:
+    """Return the decoded images of a split, by the words that name them in errors."""
+    images = {}
     for k in range(len(half)):
+        place = f"data.x: example {k} of the split {split} of {data.path}"
         try:
             image = half[k][data.x]
             image.load()
         except Exception as error:  # a damaged image may raise nearly anything
-            raise ConfigError(
-                f"data.x: example {k} of the split {split} of {data.path} cannot be read as an "
-                f"image: {in_a_line(error)}"
-            ) from None
-        images.append(image)
+            raise ConfigError(f"{place} cannot be read as an image: {in_a_line(error)}") from None
+        images[place] = image
     return images

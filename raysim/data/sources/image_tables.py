@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from raysim.config.sections.data import Data
-from raysim.data.dataset import IMAGENET_GREY_MEAN_STD, IMAGENET_MEAN_STD, Dataset, normalise
+from raysim.data.dataset import Dataset, normalise_by_imagenet
 from raysim.data.images import cached, common_form, decode_images
 from raysim.data.own.natural_users import number_users
 from raysim.errors import ConfigError
+from raysim.spelling import lacking
 
 FORMAT = (
     "one CSV file with the columns user,image,class,split (split is train or test), or a folder "
@@ -50,14 +51,9 @@ def load_users(data: Data) -> Dataset:
     if data.path is None:
         raise ConfigError(f"data.path: missing; data.name=users needs {FORMAT}")
     path = Path(data.path).expanduser()
-    if path.is_file():
-        name = path.stem
-        folder = path.parent
-        train, test = _rows_of_file(path)
-    else:
-        name = path.resolve().name
-        folder = path
-        train, test = _rows_of_folder(path)
+    is_file = path.is_file()
+    folder = path.parent if is_file else path
+    train, test = _rows_of_file(path) if is_file else _rows_of_folder(path)
     classes = sorted({row.label for row in train})
     numbers = {label: k for k, label in enumerate(classes)}
     for row in test:
@@ -65,23 +61,23 @@ def load_users(data: Data) -> Dataset:
             raise ConfigError(f"{row.place}: class '{row.label}' has no training image")
     users_test = _users_of_test(test)
     x, x_test = _images(train, test, data.size, folder)
-    y = np.array([numbers[row.label] for row in train], dtype=np.int64)
-    y_test = np.array([numbers[row.label] for row in test], dtype=np.int64)
+    y, y_test = (
+        np.array([numbers[row.label] for row in half], dtype=np.int64) for half in (train, test)
+    )
     numbered = number_users(
         np.array([row.user for row in train]),
         users_test,
         f"data.path: {data.path}",
         lambda k: f"{test[k].place}: the image",
     )
-    statistics = IMAGENET_GREY_MEAN_STD if x.shape[1] == 1 else IMAGENET_MEAN_STD
     return Dataset(
-        name,
+        path.stem if is_file else path.resolve().name,
         x,
         y,
         x_test,
         y_test,
         tuple(classes),
-        *normalise(statistics),
+        *normalise_by_imagenet(x),
         **numbered._asdict(),
     )
 
@@ -177,7 +173,7 @@ def _read_rows(file: Path, columns: Sequence[str]) -> list[ImageRow]:
     try:
         with open(file, newline="", encoding="utf-8-sig") as lines:
             reader = csv.DictReader(lines)
-            if missing := [c for c in columns if c not in (reader.fieldnames or ())]:
+            if missing := lacking(columns, reader.fieldnames or ()):
                 raise ConfigError(f"{file}:1: no column {', '.join(missing)}; expected {FORMAT}")
             for row in reader:
                 rows.append(_image_row(row, file, reader.line_num, columns))

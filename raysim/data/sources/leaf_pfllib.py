@@ -14,7 +14,7 @@ import logging
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from raysim.config.sections.data import Data
 from raysim.data.dataset import Dataset
 from raysim.data.own.reading import make_dataset
 from raysim.errors import ConfigError, in_a_line
+from raysim.spelling import lacking
 
 logger = logging.getLogger("raysim")
 
@@ -74,7 +75,7 @@ def load_leaf(data: Data) -> Dataset:
     Raises:
         ConfigError: the path is missing, or its files cannot be used.
     """
-    return _load(data, _folder(data, LEAF_LAYOUT), "*.json", _leaf_clients)
+    return _load(data, LEAF_LAYOUT, "*.json", _leaf_clients)
 
 
 def load_pfllib(data: Data) -> Dataset:
@@ -86,7 +87,7 @@ def load_pfllib(data: Data) -> Dataset:
     Raises:
         ConfigError: the path is missing, or the files cannot be used.
     """
-    return _load(data, _folder(data, PFLLIB_LAYOUT), "*.npz", _pfllib_clients)
+    return _load(data, PFLLIB_LAYOUT, "*.npz", _pfllib_clients)
 
 
 def _folder(data: Data, layout: str) -> Path:
@@ -105,16 +106,16 @@ def _folder(data: Data, layout: str) -> Path:
     return folder
 
 
-def _load(data: Data, folder: Path, pattern: str, read: Read) -> Dataset:
+def _load(data: Data, layout: str, pattern: str, read: Read) -> Dataset:
     """Load the files of both halves; each client is a natural user with its own test examples."""
+    folder = _folder(data, layout)
     train = _clients(folder / "train", pattern, read)
     test = _clients(folder / "test", pattern, read)
     content: dict[str, Any] = {
         "train": _half(train, folder / "train", data.size),
         "test": _half(test, folder / "test", data.size),
     }
-    with_test = {client.user for client in test}
-    if without := [client.user for client in train if client.user not in with_test]:
+    if without := lacking(_users(train), _users(test)):
         logger.warning(
             "data.path: in %s, %d of %d clients have no test examples, such as client %s",
             folder / "test",
@@ -131,12 +132,17 @@ def _load(data: Data, folder: Path, pattern: str, read: Read) -> Dataset:
 
 def _half(clients: list[Client], folder: Path, size: int | None) -> dict[str, np.ndarray]:
     """Return the examples of the clients of one half, with the user of each."""
-    users = [client.user for client in clients]
+    users, x, y = zip(*clients, strict=True)
     return {
-        "x": _sized(_joined([client.x for client in clients], "x", folder), size),
-        "y": _joined([client.y for client in clients], "y", folder),
-        "user": np.repeat(users, [len(client.y) for client in clients]),
+        "x": _sized(_joined(x, "x", folder), size),
+        "y": _joined(y, "y", folder),
+        "user": np.repeat(users, list(map(len, y))),
     }
+
+
+def _users(clients: list[Client]) -> dict[str | int, None]:
+    """Return the clients' names or numbers in order."""
+    return {client.user: None for client in clients}
 
 
 def _clients(folder: Path, pattern: str, read: Read) -> list[Client]:
@@ -172,7 +178,7 @@ def _check_shapes(client: Client, place: str) -> None:
         )
 
 
-def _joined(parts: list[np.ndarray], name: str, folder: Path) -> np.ndarray:
+def _joined(parts: Sequence[np.ndarray], name: str, folder: Path) -> np.ndarray:
     """Return the arrays of all clients as one; they have to be of one shape and kind."""
     kinds = {(part.shape[1:], is_text(part)) for part in parts}
     if len(kinds) > 1:
@@ -225,28 +231,28 @@ def _leaf_clients(file: Path) -> Iterator[Client]:
             f"data.path: {file} is no file of LEAF; expected a mapping with user_data"
         )
     for user, examples in users.items():
-        x, y = _leaf_examples(examples, f"data.path: {file}: client '{user}'")
+        place = f"data.path: {file}: client '{user}'"
+        x, y = map(_compact, _inputs_and_targets(examples, place, "lengths"))
+        if is_text(x) and not (x.ndim == y.ndim == 1 and is_text(y) and _are_letters(y)):
+            raise ConfigError(
+                f"{place} has texts as x; those of Shakespeare, with the next character as y, are "
+                "read; for others give a function that turns them into numbers, as "
+                "data=path.py:FUNCTION"
+            )
         yield Client(user, x, y)
 
 
-def _leaf_examples(examples: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the inputs and the targets of one user."""
-    if not isinstance(examples, Mapping) or not {"x", "y"} <= set(examples):
+def _inputs_and_targets(content: Any, place: str, what: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return x and y of a client; `what` of its rows has to be the same for all of them."""
+    if not isinstance(content, Mapping) or not {"x", "y"} <= set(content):
         raise ConfigError(f"{place} has no x and y")
     try:
-        x, y = (_compact(np.asarray(examples[key])) for key in ("x", "y"))
+        return np.asarray(content["x"]), np.asarray(content["y"])
     except ValueError:
         raise ConfigError(
-            f"{place} has rows of different lengths; give a function that pads them, as "
+            f"{place} has rows of different {what}; give a function that pads them, as "
             "data=path.py:FUNCTION"
         ) from None
-    if is_text(x) and not (x.ndim == y.ndim == 1 and is_text(y) and _are_letters(y)):
-        raise ConfigError(
-            f"{place} has texts as x; those of Shakespeare, with the next character as y, are "
-            "read; for others give a function that turns them into numbers, as "
-            "data=path.py:FUNCTION"
-        )
-    return x, y
 
 
 def _compact(array: np.ndarray) -> np.ndarray:
@@ -327,16 +333,7 @@ def _pfllib_clients(file: Path) -> Iterator[Client]:
                 content = _pickled(file)
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         raise ConfigError(f"data.path: {file} is no file of PFLlib: {in_a_line(error)}") from None
-    if not isinstance(content, Mapping) or not {"x", "y"} <= set(content):
-        raise ConfigError(f"data.path: {file} has no x and y")
-    try:
-        x, y = (np.asarray(content[key]) for key in ("x", "y"))
-    except ValueError:
-        raise ConfigError(
-            f"data.path: {file} has rows of different shapes; give a function that pads them, as "
-            "data=path.py:FUNCTION"
-        ) from None
-    yield Client(number, x, y)
+    yield Client(number, *_inputs_and_targets(content, f"data.path: {file}", "shapes"))
 
 
 def _pickled(file: Path) -> Any:

@@ -12,6 +12,7 @@ from raysim.config.sections.data import TorchvisionData, data_root
 from raysim.data.class_names import class_names, in_names_order
 from raysim.data.dataset import Dataset
 from raysim.data.images import (
+    Pictures,
     as_squares,
     common_mode,
     common_side,
@@ -20,7 +21,7 @@ from raysim.data.images import (
 )
 from raysim.data.own.reading import make_dataset
 from raysim.errors import ConfigError, in_a_line
-from raysim.spelling import did_you_mean
+from raysim.spelling import did_you_mean, lacking
 from raysim.system.signals import reraise_stop
 
 TEST_SPLITS = ("test", "val", "valid")
@@ -46,18 +47,17 @@ def from_torchvision(data: TorchvisionData) -> Dataset:
     root = data_root(data.root)
     if data.download:
         root.mkdir(parents=True, exist_ok=True)
-    halves = [_half(cls, data, root, is_train) for is_train in (True, False)]
-    (images, y), (images_test, y_test) = (_examples(half, place) for half in halves)
+    train = _half(cls, data, root, True)
+    test = _half(cls, data, root, False)
+    images, y = _examples(train, place, "training")
+    images_test, y_test = _examples(test, place, "test")
     side = common_side(images, images_test, data.size)
-    places, places_test = (
-        [f"{place}: {split} example {k}" for k in range(len(half))]
-        for split, half in (("training", images), ("test", images_test))
-    )
-    mode = common_mode(images, places)
-    x = as_squares(images, side, mode, places)
-    x_test = as_squares(images_test, side, mode, places_test)
+    mode = common_mode(images)
+    x = as_squares(images, side, mode)
+    x_test = as_squares(images_test, side, mode)
     content: dict[str, Any] = {"train": (x, y), "test": (x_test, y_test)}
-    names, names_test = (class_names(half, place) for half in halves)
+    names = class_names(train, place)
+    names_test = class_names(test, place)
     if names and len(names) > max(y, default=0):
         content["classes"] = names
         y_test = in_names_order(np.array(y_test), names, names_test, place)
@@ -82,13 +82,13 @@ def _find_class(data: TorchvisionData) -> Any:
             "differ, or write a function, data: path.py:function"
         )
     reserved = {"root", "train", "download", "transform", "target_transform"}
+    usable = known.keys() - reserved
     for section in ("arguments", "train_arguments", "test_arguments"):
-        for key in getattr(data, section):
-            if key not in known or key in reserved:
-                raise ConfigError(
-                    f"data.{section}.{key}: unknown argument of {data.dataset}"
-                    f"{did_you_mean(key, set(known) - reserved)}"
-                )
+        for key in lacking(getattr(data, section), usable):
+            raise ConfigError(
+                f"data.{section}.{key}: unknown argument of {data.dataset}"
+                f"{did_you_mean(key, usable)}"
+            )
     return cls
 
 
@@ -123,9 +123,10 @@ def _half(cls: Any, data: TorchvisionData, root: Path, is_train: bool) -> Any:
     )
 
 
-def _examples(half: Any, place: str) -> tuple[list[Any], list[int]]:
+def _examples(half: Any, place: str, split: str) -> tuple[Pictures, list[int]]:
     """Return the images and the labels of one half."""
-    images, labels = [], []
+    images = {}
+    labels = []
     try:
         pairs = [half[k] for k in range(len(half))]
     except Exception as error:  # such as arguments that the class does not check
@@ -138,6 +139,6 @@ def _examples(half: Any, place: str) -> tuple[list[Any], list[int]]:
             )
         if not hasattr(image, "convert"):
             raise ConfigError(f"{place}: example {k} is not an image but a {type(image).__name__}")
-        images.append(image)
+        images[f"{place}: {split} example {k}"] = image
         labels.append(int(label))
     return images, labels
