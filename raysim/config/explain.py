@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import typing
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -81,7 +82,7 @@ def _section_keys(section: str, name: str) -> set[str]:
 def _section_models(section: str) -> list[type[Section]]:
     """Return the models of a section."""
     where = SECTIONS_IN.get(section, Config)
-    return list(filter(_is_section, annotation_types(where.model_fields[section].annotation)))
+    return _sections(annotation_types(where.model_fields[section].annotation))
 
 
 def choices(section: str) -> dict[str, type[Section]]:
@@ -137,14 +138,14 @@ def _refuse_switches(
         if isinstance(value, bool) and types and bool not in types:
             raise ConfigError(_wrong_switch(f"{above}{key}", value, types))
         if isinstance(value, Mapping):
-            _refuse_switches(value, list(filter(_is_section, types)), f"{above}{key}.")
+            _refuse_switches(value, _sections(types), f"{above}{key}.")
 
 
 def _wrong_switch(key: str, value: bool, types: Sequence[Any]) -> str:
     """Return the message for true or false at a key of other types."""
     switch = str(value).lower()
-    sections = list(filter(_is_section, types))
-    if not sections or any(t in types for t in (int, float, str)):
+    sections = _sections(types)
+    if not sections or {int, float, str} & set(types):
         return f"{key}: {switch} is not an integer, number or word"
     names = dict.fromkeys(name for section in sections for name in section.model_fields)
     known = ", ".join(f"{key}.{name}" for name in names)
@@ -153,8 +154,9 @@ def _wrong_switch(key: str, value: bool, types: Sequence[Any]) -> str:
     return f"{key}: {switch} is not a section{hint}; give some of {known}, or {without}"
 
 
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
+def _sections(types: Iterable[Any], base: type[BaseModel] = Section) -> list[Any]:
+    """Return those of some types that are sections."""
+    return [t for t in types if isinstance(t, type) and issubclass(t, base)]
 
 
 def explain_validation_error(
@@ -168,15 +170,15 @@ def explain_validation_error(
         model: the section, or another type, as which it was validated.
         prefix: dotted key of the value in the file; "" for the whole file.
     """
-    texts: dict[str, list[str]] = {}
+    # Each branch of a union has its own mistake, or the same one: a dict keeps the order.
+    texts: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for item in error.errors():
         path = _path(item, raw)
         place, text = _mistake(item, path, raw, model)
         key = ".".join(filter(None, [prefix.rstrip("."), *path, *place]))
         if item["type"] in _MISSING:
             text = _half_of_an_algorithm(key, raw) or text.format(key=key)
-        if text not in texts.setdefault(key, []):  # each branch of a union has its own mistake
-            texts[key].append(text)
+        texts[key][text] = None
     return "\n".join(f"{key}: {', or '.join(branches)}" for key, branches in texts.items())
 
 
@@ -213,12 +215,11 @@ def _path(item: Any, raw: Any) -> list[str]:
     """
     path: list[str] = []
     for part in item["loc"]:
-        raw = named(raw)
-        if (isinstance(raw, Mapping) and part in raw) or (
-            isinstance(raw, list | tuple) and isinstance(part, int) and part < len(raw)
-        ):
-            path.append(str(part))
-            raw = raw[part]
+        try:
+            raw = named(raw)[part]
+        except (KeyError, IndexError, TypeError):
+            continue
+        path.append(str(part))
     if item["type"] in _MISSING:
         path.append(str(item["loc"][-1]))
     return path
@@ -321,7 +322,7 @@ def _dotted_keys(model: Any, above: str = "") -> list[str]:
     """Return the keys of the sections inside a section, with dots."""
     keys = []
     for name, field in model.model_fields.items():
-        for section in filter(_is_section, annotation_types(field.annotation)):
+        for section in _sections(annotation_types(field.annotation)):
             inside = f"{above}{name}."
             keys += [f"{inside}{key}" for key in section.model_fields]
             keys += _dotted_keys(section, inside)
@@ -343,16 +344,19 @@ def _at(raw: Any, path: list[str]) -> Any:
 
 def _choices_of_key(model: Any, path: list[str], key: str, raw: Any) -> tuple[Any, ...]:
     """Return the values that a key of a section can have; () if they are not a short list."""
-    section = _section_at(model, path, raw)
-    if not _is_model(section) or key not in section.model_fields:
-        return ()
-    annotation = section.model_fields[key].annotation
+    field = _fields(_section_at(model, path, raw)).get(key)
+    annotation = getattr(field, "annotation", None)
     return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
 
 
 def _keys_at(model: Any, path: list[str], raw: Any) -> list[str]:
     """Return the keys of the section at a place of the configuration; [] if they are unknown."""
-    return list(getattr(_section_at(model, path, raw), "model_fields", ()))
+    return list(_fields(_section_at(model, path, raw)))
+
+
+def _fields(model: Any) -> Mapping[str, Any]:
+    """Return the fields of a section; {} for anything else, such as the class of a rule."""
+    return getattr(model, "model_fields", {})
 
 
 def _section_at(model: Any, path: list[str], raw: Any) -> Any:
@@ -363,7 +367,7 @@ def _section_at(model: Any, path: list[str], raw: Any) -> Any:
         if is_users_name:  # as that of a group
             is_users_name = False
             continue
-        if not _is_model(model) or part not in model.model_fields:
+        if part not in _fields(model):
             return None
         annotation = model.model_fields[part].annotation
         is_users_name = typing.get_origin(annotation) is dict
@@ -373,18 +377,13 @@ def _section_at(model: Any, path: list[str], raw: Any) -> Any:
 
 def _model_of(annotation: Any, raw: Any) -> type[BaseModel] | None:
     """Return the model of a section: the one that its name chooses, else one without names."""
-    models = [t for t in annotation_types(annotation) if _is_model(t)]
-    for model in models:
-        if isinstance(raw, dict) and raw.get(_tag(model)) in _key_names(model):
-            return model
-    for model in models:
-        if not _key_names(model):
-            return model
-    return models[0] if models else None
+    keys = raw if isinstance(raw, dict) else {}
 
+    def order(model: type[BaseModel]) -> tuple[bool, bool]:
+        names = _key_names(model)
+        return keys.get(_tag(model)) not in names, bool(names)
 
-def _is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return min(_sections(annotation_types(annotation), BaseModel), key=order, default=None)
 
 
 def annotation_types(annotation: Any) -> list[Any]:

@@ -22,8 +22,8 @@ from raysim.config.explain import top_level_hint
 from raysim.config.schema import SECTIONS_WITH_NAME, Config
 from raysim.config.sections.base import named
 from raysim.config.shipped_files import FOLDER, shipped_files
-from raysim.errors import ConfigError
-from raysim.spelling import did_you_mean
+from raysim.errors import ConfigError, errors_begin
+from raysim.spelling import did_you_mean, lacking
 
 SCHEMA_LINE = "# yaml-language-server: "
 """Beginning of the comment that names the file's JSON Schema for editors."""
@@ -76,7 +76,7 @@ def find_config(source: str | Path, folder: Path | None = None) -> Path:
 def read_config(
     source: str | Path | Mapping[str, Any],
     overrides: Iterable[str] | Mapping[str, Any] = (),
-    keys: KeysOfBoth | None = None,
+    keys: KeysOfBoth = lambda section, before, name: (),
     defaults: Callable[[str], Mapping[str, Any]] = lambda name: {},
 ) -> dict[str, Any]:
     """Read a file with the files that it extends, and lay the overrides over it.
@@ -134,10 +134,8 @@ def _layers(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
         path = find_config(source)
         layers = [_yaml(path)]
         if (parent := layers[0].pop("extends", None)) is not None:
-            try:
+            with errors_begin(f"{path}: extends: "):
                 below = _yaml(find_config(parent, path.parent))
-            except ConfigError as error:
-                raise ConfigError(f"{path}: extends: {error}") from None
             if "extends" in below:
                 raise ConfigError(
                     f"{path}: extends '{parent}', which extends another; only one level is allowed"
@@ -162,13 +160,13 @@ def _yaml(path: Path) -> dict[str, Any]:
         )
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of sections, such as 'rounds: 10'")
-    if odd := [key for key in content if not isinstance(key, str)]:
-        raise ConfigError(
-            f"{path}: {odd[0]}: is not the name of a section; a key is a word, such as 'rounds'"
-        )
-    if unknown := [key for key in content if key not in (*Config.model_fields, *KEYS_OF_FILES)]:
-        hint = top_level_hint(unknown[0], KEYS_OF_FILES)
-        raise ConfigError(f"{path}: {unknown[0]}: unknown key{hint}")
+    for key in content:
+        if not isinstance(key, str):
+            raise ConfigError(
+                f"{path}: {key}: is not the name of a section; a key is a word, such as 'rounds'"
+            )
+    for key in lacking(content, (*Config.model_fields, *KEYS_OF_FILES)):
+        raise ConfigError(f"{path}: {key}: unknown key{top_level_hint(key, KEYS_OF_FILES)}")
     return content
 
 
@@ -242,7 +240,7 @@ def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
         value = named(value) if last in SECTIONS_WITH_NAME else value
         before = place.get(last)
         if isinstance(value, Mapping):
-            value = {**before, **value} if isinstance(before, Mapping) else dict(value)
+            value = {**(before if isinstance(before, Mapping) else {}), **value}
         place[last] = value
     return layer
 
@@ -260,7 +258,7 @@ def _with_names_of(layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
 def merge_layers(
     below: Mapping[str, Any],
     above: Mapping[str, Any],
-    keys: KeysOfBoth | None = None,
+    keys: KeysOfBoth,
     section: str | None = None,
 ) -> dict[str, Any]:
     """Merge a layer over another, section by section; other values replace those below.
@@ -268,7 +266,7 @@ def merge_layers(
     Args:
         below: the lower layer, or a section of it.
         above: the upper layer, or the same section of it.
-        keys: returns the keys that two names of a section share; None: they share none.
+        keys: returns the keys that two names of a section share.
         section: name of the section; None for whole layers.
     """
     dropped = _dropped_keys(below, above, keys, section)
@@ -286,7 +284,7 @@ def merge_layers(
 def _dropped_keys(
     below: Mapping[str, Any],
     above: Mapping[str, Any],
-    keys: KeysOfBoth | None,
+    keys: KeysOfBoth,
     section: str | None,
 ) -> set[str]:
     """Return the keys of the lower layer that have no meaning under the upper one."""
@@ -297,10 +295,9 @@ def _dropped_keys(
     if section == "local":
         rivals = {"steps": "epochs", "epochs": "steps"}
         return {rivals[key] for key in above if key in rivals}
-    if section in (*SECTIONS_WITH_NAME, "lr") and "name" in above:
-        before, after = below.get("name"), above["name"]
-        if before != after:
-            return set(below) - set(keys(section, str(before), str(after)) if keys else ())
+    before, after = below.get("name"), above.get("name", below.get("name"))
+    if section in (*SECTIONS_WITH_NAME, "lr") and before != after:
+        return set(below) - set(keys(section, str(before), str(after)))
     return set()
 
 

@@ -75,11 +75,19 @@ def load_object(
 def _load_module(where: str, key: str) -> ModuleType:
     """Return the module that Python finds under a name."""
     try:
-        return importlib.import_module(where)
-    except ConfigError:
-        raise
+        return _imported(where, where, key, (ConfigError, ImportError))
     except ImportError as error:
         raise ConfigError(f"{key}: cannot import '{where}': {with_cause(error)}") from None
+
+
+def _imported(
+    name: str, where: str, key: str, passing: tuple[type[Exception], ...] = ()
+) -> ModuleType:
+    """Import a module; an exception is an error of `where`, unless it passes."""
+    try:
+        return importlib.import_module(name)
+    except passing:
+        raise
     except BaseException as error:
         reraise_stop(error)
         raise _failed_import(where, key, error) from None
@@ -119,11 +127,7 @@ def load_file(where: str, key: str) -> ModuleType:
         ConfigError: the file does not exist, or fails on import.
     """
     code = read_code(where, key)
-    try:
-        return importlib.import_module(f"{code.package}.{code.main}")
-    except BaseException as error:
-        reraise_stop(error)
-        raise _failed_import(where, key, error) from None
+    return _imported(f"{code.package}.{code.main}", where, key)
 
 
 def place_of(module: str) -> str | None:
@@ -297,7 +301,7 @@ def _collect_modules(
         source = modules[name]
         package = name if source.is_package else name.rpartition(".")[0]
         for wanted in _imports(source.text):
-            for candidate in _siblings(roots) if wanted is None else _absolute(wanted, package):
+            for candidate in _siblings(roots) if wanted is None else [_absolute(wanted, package)]:
                 add(candidate)
     return main, modules
 
@@ -337,14 +341,17 @@ def _siblings(roots: Mapping[Path, LocalModuleTest]) -> Iterator[str]:
             yield ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
 
 
-def _absolute(wanted: str, package: str) -> list[str]:
-    """Return the absolute name of what an import statement in a package imports, in a list."""
-    name = wanted.lstrip(".")
-    dots = len(wanted) - len(name)
-    if dots:
-        parts = package.split(".") if package else []
-        name = ".".join([*parts[: len(parts) - dots + 1], *([name] if name else [])])
-    return [name] if name else []
+def _absolute(wanted: str, package: str) -> str:
+    """Return the absolute name of what an import statement in a package imports.
+
+    It is "" for the user's folder itself, and above it, where the import will fail.
+    """
+    # The folder is a package too, in which the other packages lie.
+    try:
+        name = importlib.util.resolve_name(wanted, f"{USER_MODULE_PREFIX}.{package}".rstrip("."))
+    except ImportError:
+        return ""
+    return name.removeprefix(USER_MODULE_PREFIX).removeprefix(".")
 
 
 @lru_cache(maxsize=1000)

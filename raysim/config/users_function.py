@@ -9,7 +9,7 @@ from typing import Any
 
 from raysim.config.references import load_object, place_of
 from raysim.errors import ConfigError, in_a_line
-from raysim.spelling import did_you_mean
+from raysim.spelling import did_you_mean, lacking
 from raysim.system.signals import reraise_stop
 
 
@@ -74,12 +74,11 @@ def _check_arguments(
             f"{section}.name: {name} takes {len(named)} arguments; it is called with {n_given}"
         )
     known = list(named)[n_given:]
-    unknown = [key for key in keys if key not in known]
-    if unknown and inspect.Parameter.VAR_KEYWORD not in variable:
-        key = unknown[0]
-        raise ConfigError(f"{section}.{key}: unknown key of '{name}'{did_you_mean(key, known)}")
-    for key in known:
-        if named[key].default is inspect.Parameter.empty and key not in keys:
+    if inspect.Parameter.VAR_KEYWORD not in variable:
+        for key in lacking(keys, known):
+            raise ConfigError(f"{section}.{key}: unknown key of '{name}'{did_you_mean(key, known)}")
+    for key in lacking(known, keys):
+        if named[key].default is inspect.Parameter.empty:
             raise ConfigError(f"{section}.{key}: missing; '{name}' needs it")
 
 

@@ -16,6 +16,7 @@ from raysim.rules.errors.user_code import class_defined_at, defined_at
 from raysim.rules.reports import Cohort, Reports
 from raysim.rules.rule import Problem, Rule, State, register
 from raysim.rules.uploads import Uploads
+from raysim.spelling import lacking
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class ServerRule(Rule):
         Raises:
             ContractError: the state lacks a key of `provides`.
         """
-        if missing := [key for key in self.provides if key not in state]:
+        if missing := lacking(self.provides, state):
             has_init = type(self).init is not ServerRule.init
             place = defined_at(self, "init") if has_init else class_defined_at(type(self))
             raise ContractError(

@@ -118,8 +118,7 @@ def why_not_declared(uploads: Uploads, sends: Iterable[str]) -> str | None:
     for key, upload in declared(sends).items():
         if not isinstance(upload, Upload):
             return f"the client declares '{key}' as {upload!r}; declare it as Upload(...)"
-        modes = uploads.get(key, ())
-        for mode in (modes,) if isinstance(modes, str) else modes:
+        for mode in modes_of(uploads, key):
             if upload.mode not in (None, mode):
                 return (
                     f"the server receives '{key}' in mode \"{mode}\", but the client declares it "
@@ -136,11 +135,10 @@ def sums(uploads: Uploads, sends: Iterable[str] = ()) -> list[tuple[UploadMode, 
         sends: the client rule's `sends`; uploads that it declares as integers have no sum.
     """
     keys: dict[tuple[UploadMode, str], None] = {}
-    for key, modes in uploads.items():
-        upload = declared(sends).get(key)
-        if upload is not None and not upload.is_summable:
+    for key in uploads:
+        if not declared(sends).get(key, Upload()).is_summable:
             continue
-        for mode in (modes,) if isinstance(modes, str) else modes:
+        for mode in modes_of(uploads, key):
             keys["mean" if mode == "per_client" else mode, key] = None
     return list(keys)
 
@@ -152,11 +150,18 @@ def with_mode(uploads: Uploads, mode: UploadMode) -> list[str]:
         uploads: the server rule's `uploads`.
         mode: a mode of `UploadMode`; an upload may have several.
     """
-    return [
-        key
-        for key, modes in uploads.items()
-        if mode == modes or (isinstance(modes, tuple) and mode in modes)
-    ]
+    return [key for key in uploads if mode in modes_of(uploads, key)]
+
+
+def modes_of(uploads: Uploads, key: str) -> tuple[UploadMode, ...]:
+    """Return the modes of an upload; none if the server rule does not receive it.
+
+    Args:
+        uploads: the server rule's `uploads`.
+        key: name of the upload.
+    """
+    modes = uploads.get(key, ())
+    return (modes,) if isinstance(modes, str) else modes
 
 
 def _name(dtype: torch.dtype | None) -> str:

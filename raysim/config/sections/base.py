@@ -59,14 +59,21 @@ def at_round(value: float | list, t: int) -> float:
     return [v for start, v in value if start <= t][-1]
 
 
+def _bounds(value: Any) -> tuple[float, float]:
+    """Return the smallest and the largest value of a number or schedule."""
+    values = [v for _, v in value] if isinstance(value, list) else [value]
+    return min(values), max(values)
+
+
 def _positive_throughout(value: Any) -> Any:
-    if min([v for _, v in value] if isinstance(value, list) else [value]) <= 0:
+    if _bounds(value)[0] <= 0:
         raise ValueError("must be greater than 0 in every round")
     return value
 
 
 def _unit_throughout(value: Any) -> Any:
-    if not all(0 <= v < 1 for v in ([v for _, v in value] if isinstance(value, list) else [value])):
+    smallest, largest = _bounds(value)
+    if smallest < 0 or largest >= 1:
         raise ValueError("must be at least 0 and below 1 in every round")
     return value
 

@@ -19,6 +19,7 @@ from raysim.config.sections.base import (
     PositiveScheduled,
     Section,
     at_round,
+    kind_or_own,
     named,
 )
 from raysim.config.users_function import users_function
@@ -251,14 +252,14 @@ class OwnStepSizes(Named, StepSizes):
 
 def _kind(value: Any) -> str | None:
     """Return the tag of a step size: "own", the name of its schedule, or "constant"; or None."""
-    if isinstance(value, LearningRateSchedule | OwnStepSizes):
-        value = {"name": getattr(value, "name", "")}
-    if isinstance(value, str) and ":" in value:
-        value = named(value)
-    if not isinstance(value, Mapping):
-        return "constant"
-    name = value.get("name")
-    return "own" if ":" in str(name) else None if name is None else str(name)
+    match value:
+        case LearningRateSchedule() | OwnStepSizes():
+            return kind_or_own(value)
+        case Mapping():
+            return kind_or_own(value) if value.get("name") is not None else None
+        case str() if ":" in value:
+            return "own"
+    return "constant"
 
 
 def _not_a_bare_name(value: Any) -> Any:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterable
 
 from raysim.errors import ConfigError
+from raysim.spelling import lacking
 
 SIMILARITY = 0.8
 """Smallest similarity, from 0 to 1, at which a method counts as a misspelled one."""
@@ -28,18 +29,22 @@ def refuse_misspelled_methods(rule: type, section: str) -> None:
     family = next((c for c in rule.__mro__ if c.__name__ in ("ClientRule", "ServerRule")), None)
     if family is None or rule.__module__.startswith(family.__module__.partition(".")[0] + "."):
         return
-    contract = [name for name in dir(family) if not name.startswith("_")]
+    contract = _public(dir(family))
     for cls in rule.__mro__[: rule.__mro__.index(family)]:
-        for name, value in vars(cls).items():
-            is_method = inspect.isroutine(value) or isinstance(value, property)
-            if name.startswith("_") or name in contract or not is_method:
+        for name in lacking(_public(vars(cls)), contract):
+            value = vars(cls)[name]
+            if not inspect.isroutine(value) and not isinstance(value, property):
                 continue
-            near = difflib.get_close_matches(name, contract, n=1, cutoff=SIMILARITY)
-            if near:
+            for near in difflib.get_close_matches(name, contract, n=1, cutoff=SIMILARITY):
                 raise ConfigError(
                     f"{section}.name: {cls.__name__} has an unknown method '{name}'; did you mean "
-                    f"{near[0]}? If not, begin its name with an underscore"
+                    f"{near}? If not, begin its name with an underscore"
                 )
+
+
+def _public(names: Iterable[str]) -> list[str]:
+    """Return the names that do not begin with an underscore."""
+    return [name for name in names if not name.startswith("_")]
 
 
 def untyped(rules: Iterable[type], key: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, get_args
 
@@ -10,7 +11,7 @@ from raysim.config import python_objects
 from raysim.config.references import load_object
 from raysim.config.schema import FEDAVG, Config
 from raysim.config.sections.base import Named
-from raysim.errors import ConfigError, in_a_line
+from raysim.errors import ConfigError, errors_begin
 from raysim.rules.contract import Algorithm, ClientRule, ServerRule
 from raysim.rules.errors.user_code import class_defined_at
 from raysim.rules.methods.misspelled_methods import untyped
@@ -21,9 +22,9 @@ from raysim.rules.methods.registry import (
     hyperparameter_names,
     is_shipped,
 )
-from raysim.rules.uploads import UploadMode, why_not_declared
-from raysim.spelling import did_you_mean
-from raysim.system.signals import reraise_stop
+from raysim.rules.uploads import UploadMode, modes_of, why_not_declared
+from raysim.spelling import did_you_mean, lacking
+from raysim.system.signals import failing_as
 
 
 def resolve_rules(config: Config) -> tuple[ClientRule, ServerRule]:
@@ -42,7 +43,7 @@ def resolve_rules(config: Config) -> tuple[ClientRule, ServerRule]:
     for half in ("client", "server"):
         section: Named | None = getattr(config, half)
         if section is not None:
-            parts[half] = build_part(half, find_rule(half, section.name), section.parameters)
+            parts[half] = _built(half, section)
         elif half not in parts:
             raise ConfigError(
                 f"{half}: missing; give an algorithm (algorithm=fedavg), or both a client and a "
@@ -71,21 +72,20 @@ def resolve_group_rules(
     Raises:
         ConfigError: a name or a parameter is wrong, or a rule does not fit the server rule.
     """
-    rules = {}
+    rules = dict.fromkeys(config.groups, client)
     for name, group in config.groups.items():
-        rules[name] = client
         if group.client is not None:
-            try:
-                rule_class = find_rule("client", group.client.name)
-                rules[name] = build_part("client", rule_class, group.client.parameters)
+            with errors_begin(f"groups.{name}."):
+                rules[name] = _built("client", group.client)
                 _check_properties("client", rules[name])
-            except ConfigError as error:
-                raise ConfigError(f"groups.{name}.{error}") from None
-            try:
+            with errors_begin(f"groups.{name}.client: "):
                 refuse_pair(rules[name], server)
-            except ConfigError as error:
-                raise ConfigError(f"groups.{name}.client: {error}") from None
     return rules
+
+
+def _built(half: str, section: Named) -> Any:
+    """Return the rule that a section names."""
+    return build_part(half, find_rule(half, section.name), section.parameters)
 
 
 def refuse_pair(client: ClientRule, server: ServerRule) -> None:
@@ -100,12 +100,12 @@ def refuse_pair(client: ClientRule, server: ServerRule) -> None:
     """
     _refuse_unknown_modes(server)
     pair = f"client rule '{client.name}' with server rule '{server.name}'"
-    if missing := [k for k in client.needs if k not in server.provides]:
+    if missing := lacking(client.needs, server.provides):
         raise ConfigError(
             f"{pair}: the client needs {_quoted(missing)}, which the server does not broadcast"
             + _fix_of_pair(missing, server.provides, server, "the server provides", client)
         )
-    if missing := [k for k in server.uploads if k not in client.sends]:
+    if missing := lacking(server.uploads, client.sends):
         raise ConfigError(
             f"{pair}: the server takes {_quoted(missing)}, which the client does not send"
             + _fix_of_pair(missing, client.sends, client, "the client sends", server)
@@ -117,13 +117,12 @@ def refuse_pair(client: ClientRule, server: ServerRule) -> None:
 def _refuse_unknown_modes(server: ServerRule) -> None:
     """Refuse a server rule that takes an upload in a mode that does not exist."""
     known = get_args(UploadMode)
-    for key, modes in server.uploads.items():
-        for mode in (modes,) if isinstance(modes, str) else modes:
-            if mode not in known:
-                raise ConfigError(
-                    f"server rule '{server.name}': uploads '{key}' in an unknown mode '{mode}'"
-                    f"{did_you_mean(mode, known)}"
-                )
+    for key in server.uploads:
+        for mode in lacking(modes_of(server.uploads, key), known):
+            raise ConfigError(
+                f"server rule '{server.name}': uploads '{key}' in an unknown mode '{mode}'"
+                f"{did_you_mean(mode, known)}"
+            )
 
 
 def _fix_of_pair(
@@ -186,17 +185,12 @@ def _refuse_unknown_parameters(
     algorithm: Algorithm, classes: Collection[type], parameters: Iterable[str], config: Config
 ) -> None:
     """Refuse a parameter of the section `algorithm` that none of its rules in use has."""
-    known = {name for cls in classes for name in hyperparameter_names(cls)}
-    for key in parameters:
-        if key not in known:
-            raise ConfigError(
-                f"algorithm.{key}: "
-                + (
-                    _of_a_replaced_half(algorithm, config, key)
-                    or f"unknown key of '{algorithm.name}'"
-                    f"{untyped(classes, key) or did_you_mean(key, known)}"
-                )
-            )
+    known = {*itertools.chain(*map(hyperparameter_names, classes))}
+    for key in lacking(parameters, known):
+        unknown = f"unknown key of '{algorithm.name}'"
+        hint = untyped(classes, key) or did_you_mean(key, known)
+        reason = _of_a_replaced_half(algorithm, config, key) or f"{unknown}{hint}"
+        raise ConfigError(f"algorithm.{key}: {reason}")
 
 
 def _of_a_replaced_half(algorithm: Algorithm, config: Config, key: str) -> str:
@@ -222,14 +216,9 @@ def _check_properties(section: str, rule: ClientRule | ServerRule) -> None:
         ("client", ClientRule) if isinstance(rule, ClientRule) else ("server", ServerRule)
     )
     for name in filter(lambda name: not name.startswith("_"), dir(family)):
-        try:
+        failed = f"{section}.name: {name} of {kind} rule '{type(rule).name}' failed"
+        with failing_as(lambda why, failed=failed: ConfigError(f"{failed}: {why}")):
             getattr(rule, name)
-        except BaseException as error:
-            reraise_stop(error)
-            raise ConfigError(
-                f"{section}.name: {name} of {kind} rule '{type(rule).name}' failed: "
-                f"{in_a_line(error)}"
-            ) from None
 
 
 def _completed_by(config: Config) -> str:
@@ -237,11 +226,10 @@ def _completed_by(config: Config) -> str:
     if config.algorithm is None or config.client is not None or config.server is not None:
         return ""
     name = config.algorithm.name
-    if ":" not in name or name.startswith(python_objects.PREFIX):
-        return ""
-    if isinstance(load_object(name, "algorithm.name"), Algorithm):
-        return ""
     file = name.rpartition(":")[0]
+    is_of_python = name.startswith(python_objects.PREFIX)
+    if not file or is_of_python or isinstance(load_object(name, "algorithm.name"), Algorithm):
+        return ""
     return (
         f"; {name} is one rule, and {FEDAVG} is the other half: name both as "
         f"client={file}:CLASS server={file}:CLASS, or an Algorithm of both"

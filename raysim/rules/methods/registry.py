@@ -21,7 +21,7 @@ from raysim.config import entry_points, python_objects
 from raysim.config.explain import annotation_types, explain_validation_error
 from raysim.config.references import load_file, load_object, place_of
 from raysim.config.schema import FEDAVG, GENERAL
-from raysim.errors import ConfigError, in_a_line
+from raysim.errors import ConfigError
 from raysim.rules.contract import (
     ALGORITHMS,
     CLIENT_RULES,
@@ -34,8 +34,8 @@ from raysim.rules.contract import (
 from raysim.rules.errors.user_code import class_defined_at
 from raysim.rules.methods.misspelled_methods import refuse_misspelled_methods, untyped
 from raysim.rules.rule import Rule, family
-from raysim.spelling import did_you_mean
-from raysim.system.signals import reraise_stop
+from raysim.spelling import did_you_mean, lacking
+from raysim.system.signals import failing_as
 
 REGISTRIES: Mapping[str, Mapping[str, Any]] = {
     "client": CLIENT_RULES,
@@ -46,6 +46,13 @@ REGISTRIES: Mapping[str, Mapping[str, Any]] = {
 
 RULES = {"client": ClientRule, "server": ServerRule}
 """The class of the rules that a section names."""
+
+FITTING = {
+    "client": "a ClientRule",
+    "server": "a ServerRule",
+    "algorithm": "an Algorithm, a ClientRule or a ServerRule",
+}
+"""What a section can name, for messages."""
 
 
 def discover() -> None:
@@ -58,7 +65,7 @@ def discover() -> None:
 
 
 def _is_shipped(name: str) -> bool:
-    return any(name in registry for registry in REGISTRIES.values())
+    return name in {**CLIENT_RULES, **SERVER_RULES, **ALGORITHMS}
 
 
 def _is_offered(name: str) -> bool:
@@ -233,25 +240,30 @@ def _as_part(section: str, name: str, part: Any) -> Any:
     Raises:
         ConfigError: it is something else.
     """
-    for rule in (part.client, part.server) if isinstance(part, Algorithm) else (part,):
+    for rule in _rules_in(part):
         if _is_rule(rule) and "__dataclass_params__" not in rule.__dict__:
             raise ConfigError(
                 f"{section}.name: put @dataclass(frozen=True) above class {rule.__name__} "
                 f"({class_defined_at(rule)}): without it its fields are not hyper-parameters"
             )
-    if section == "algorithm":
-        if isinstance(part, Algorithm):
-            return part
-        if _is_rule(part, ClientRule):
-            return Algorithm(name, part, SERVER_RULES[FEDAVG], name)
-        if _is_rule(part, ServerRule):
-            return Algorithm(name, CLIENT_RULES[FEDAVG], part, name)
-        raise ConfigError(
-            f"{section}.name: '{name}' is not an Algorithm, a ClientRule or a ServerRule"
-        )
-    if not _is_rule(part, RULES[section]):
-        raise ConfigError(f"{section}.name: '{name}' is not a {RULES[section].__name__}")
+    if section == "algorithm" and _is_rule(part, ClientRule):
+        part = Algorithm(name, part, SERVER_RULES[FEDAVG], name)
+    elif section == "algorithm" and _is_rule(part, ServerRule):
+        part = Algorithm(name, CLIENT_RULES[FEDAVG], part, name)
+    if not _fits(section, part):
+        raise ConfigError(f"{section}.name: '{name}' is not {FITTING[section]}")
     return part
+
+
+def _fits(section: str, part: Any) -> bool:
+    """Return whether a section can name this object."""
+    kind = RULES.get(section)
+    return isinstance(part, Algorithm) if kind is None else _is_rule(part, kind)
+
+
+def _rules_in(part: Any) -> tuple[Any, ...]:
+    """Return the classes of the rules of an Algorithm; of anything else, itself."""
+    return (part.client, part.server) if isinstance(part, Algorithm) else (part,)
 
 
 def _is_rule(value: Any, family: Any = ClientRule | ServerRule) -> bool:
@@ -270,14 +282,13 @@ def catalogue(section: Literal["client", "server", "algorithm"]) -> Iterator[tup
     """
     discover()
     registry = REGISTRIES[section]
-    kind = RULES.get(section, Algorithm)
     for name, part in registry.items():
         yield name, part, "raysim"
     taken = {*CLIENT_RULES, *SERVER_RULES, *ALGORITHMS}
     for name, part, origin in entry_points.offered(
         entry_points.ALGORITHMS, f"{section}.name", taken
     ):
-        if isinstance(part, kind) or (isinstance(part, type) and issubclass(part, kind)):
+        if _fits(section, part):
             yield name, part, origin
 
 
@@ -327,7 +338,7 @@ def shared_keys(section: str, before: str, name: str) -> set[str]:
 def _owners(part: Any) -> dict[str, set[type]]:
     """Return for each hyper-parameter the classes that define it."""
     owners: dict[str, set[type]] = {}
-    for rule in [part.client, part.server] if isinstance(part, Algorithm) else [part]:
+    for rule in _rules_in(part):
         for key in hyperparameter_names(rule):
             owners.setdefault(key, set()).add(
                 next(c for c in rule.__mro__ if key in inspect.get_annotations(c))
@@ -366,10 +377,9 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
     """
     refuse_misspelled_methods(cls, section)
     known = hyperparameter_names(cls)
-    for key in parameters:
-        if key not in known:
-            hint = untyped([cls], key) or did_you_mean(key, known)
-            raise ConfigError(f"{section}.{key}: unknown key of {cls.__name__}{hint}")
+    for key in lacking(parameters, known):
+        hint = untyped([cls], key) or did_you_mean(key, known)
+        raise ConfigError(f"{section}.{key}: unknown key of {cls.__name__}{hint}")
     kinds = get_type_hints(cls)
     for key, value in parameters.items():
         # pydantic would take true for 1
@@ -377,12 +387,9 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
             raise ConfigError(
                 f"{section}.{key}: {str(value).lower()} is neither a number nor a word"
             )
+    failed = f"{section}.name: {cls.__name__} cannot be built"
     try:
-        return TypeAdapter(cls).validate_python(dict(parameters))
+        with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ValidationError,)):
+            return TypeAdapter(cls).validate_python(dict(parameters))
     except ValidationError as error:
         raise ConfigError(explain_validation_error(error, parameters, cls, f"{section}.")) from None
-    except BaseException as error:
-        reraise_stop(error)
-        raise ConfigError(
-            f"{section}.name: {cls.__name__} cannot be built: {in_a_line(error)}"
-        ) from None
