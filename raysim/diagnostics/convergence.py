@@ -243,28 +243,20 @@ def departures(plan: Plan) -> list[str]:
     Args:
         plan: the plan of the run.
     """
-    violated = []
     schedule = plan.config.schedule
-    if _weighs(plan):
-        violated.append(
-            f"server rule '{plan.server.name}' weighs clients differently "
-            "(weights: uniform does not)"
-        )
-    if _cohorts_vary(plan):
-        violated.append(
-            "rounds have different numbers of clients (schedule.deadline, schedule.client_dropout, "
-            "schedule.availability, or clients without data)"
-        )
-    if isinstance(schedule, Sync) and schedule.sampling.name != "uniform":
-        violated.append("clients are not sampled uniformly (schedule.sampling)")
-    if overridden(plan.server, ["select"]):
-        violated.append(f"server rule '{plan.server.name}' selects the clients")
-    if _noisy(plan):
-        violated.append(
-            "local steps do not follow full gradients (they do with local.batch_size=full, no "
-            "augmentation and no dropout)"
-        )
-    return violated
+    server = f"server rule '{plan.server.name}'"
+    violations = {
+        f"{server} weighs clients differently (weights: uniform does not)": _weighs(plan),
+        "rounds have different numbers of clients (schedule.deadline, schedule.client_dropout, "
+        "schedule.availability, or clients without data)": _cohorts_vary(plan),
+        "clients are not sampled uniformly (schedule.sampling)": (
+            isinstance(schedule, Sync) and schedule.sampling.name != "uniform"
+        ),
+        f"{server} selects the clients": overridden(plan.server, ["select"]),
+        "local steps do not follow full gradients (they do with local.batch_size=full, no "
+        "augmentation and no dropout)": _noisy(plan),
+    }
+    return [text for text, is_violated in violations.items() if is_violated]
 
 
 def _cohorts_vary(plan: Plan) -> bool:
@@ -295,7 +287,7 @@ def _heavy_ball(server: ServerRule) -> tuple[float, float] | None:
 
 def _weighs(plan: Plan) -> bool:
     """Return whether the server weighs clients, in contrast to the theorem."""
-    sizes = [int(n) for n in np.unique(plan.clients.sizes) if n]
+    sizes = _sizes(plan)
     K = len(sizes)
     one_of_each_size = Cohort(
         0, list(range(K)), K, samples=sizes, steps=_steps(plan) * K, staleness=[0] * K
@@ -331,8 +323,12 @@ def theorem_inputs(plan: Plan) -> TheoremInputs:
 
 def _steps(plan: Plan) -> list[int]:
     """Return the distinct numbers of local steps of clients with data, in ascending order."""
-    sizes = [int(n) for n in np.unique(plan.clients.sizes) if n]
-    return sorted({plan.local_steps(plan.config.local, n) for n in sizes})
+    return sorted({plan.local_steps(plan.config.local, n) for n in _sizes(plan)})
+
+
+def _sizes(plan: Plan) -> list[int]:
+    """Return the distinct numbers of examples of clients with data, in ascending order."""
+    return np.unique(plan.clients.sizes[plan.clients.sizes > 0]).tolist()
 
 
 @dataclass
@@ -363,9 +359,9 @@ class ConvergenceMonitor(Probe):
         """Check that the theorem's terms can be measured. See `Probe.check`."""
         config = plan.config
         model = plan.model()
-        passes = full_gradients.GRADIENT_FORWARD_PASSES + (
-            full_gradients.CURVATURE_FORWARD_PASSES if self.L is None else 0
-        )
+        passes = full_gradients.GRADIENT_FORWARD_PASSES
+        if self.L is None:
+            passes += full_gradients.CURVATURE_FORWARD_PASSES
         cost = full_gradients.compute_cost(config, plan.clients, model, self.sample, passes)
         times = sum(is_due(self.every, t, config.rounds) for t in range(config.rounds + 1))
         max_at_once = full_gradients.MAX_OPERATIONS_PER_EVALUATION
@@ -481,14 +477,8 @@ class ConvergenceMonitor(Probe):
         if self.setting is None or not L:
             return {}
         metrics = {f"condition_{i}": c.share for i, c in enumerate(conditions(self.setting, L), 1)}
-        eps_l, eps_g, rho2 = (self.largest[k] for k in ("eps_l_max", "eps_g", "rho2_max"))
-        if (
-            rounds
-            and self.gap is not None
-            and eps_l is not None
-            and eps_g is not None
-            and rho2 is not None
-        ):
-            inputs = replace(self.setting, rounds=rounds)
-            metrics["bound"] = bound(inputs, L, self.gap, eps_l, eps_g, rho2)
+        terms = [self.gap, *map(self.largest.get, ("eps_l_max", "eps_g", "rho2_max"))]
+        known = [term for term in terms if term is not None]
+        if rounds and len(known) == len(terms):
+            metrics["bound"] = bound(replace(self.setting, rounds=rounds), L, *known)
         return metrics

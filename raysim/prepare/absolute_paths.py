@@ -24,10 +24,8 @@ def with_run_folder(config: Config) -> Config:
     Raises:
         ConfigError: the tracking store has no such run.
     """
-    source = config.model.parameters.get("init_from")
-    if not isinstance(source, str) or not weights.is_run_id(source):
-        return config
-    if build.initial_weights(config.model) is None:
+    source = _initial_weights(config)
+    if not weights.is_run_id(source):
         return config
     folder = weights.run_folder(source, config.tracking.uri)
     return config.model_copy(
@@ -54,17 +52,20 @@ def with_absolute_paths(config: Config) -> Config:
         update["data"] = _with_absolute(data, "path")
     if isinstance(config.partition, FromFile):
         update["partition"] = _with_absolute(config.partition, "path")
-    source = config.model.parameters.get("init_from")
-    if (
-        isinstance(source, str)
-        and not source.startswith((weights.TORCHVISION, weights.HUGGING_FACE))
-        and build.initial_weights(config.model) is not None
-    ):
+    source = _initial_weights(config)
+    if source and not source.startswith((weights.TORCHVISION, weights.HUGGING_FACE)):
         update["model"] = _with_absolute(config.model, "init_from")
     if isinstance(config.schedule.client_speeds, Trace):
         speeds = _with_absolute(config.schedule.client_speeds, "path")
         update["schedule"] = config.schedule.model_copy(update={"client_speeds": speeds})
     return config.model_copy(update=update)
+
+
+def _initial_weights(config: Config) -> str:
+    """Return the value of `model.init_from` that is no parameter of the net itself; "" if unset."""
+    # Most nets have none, and need not be looked up.
+    is_set = "init_from" in config.model.parameters
+    return (build.initial_weights(config.model) if is_set else None) or ""
 
 
 def _with_absolute(section: BaseModel, key: str) -> Any:

@@ -36,6 +36,12 @@ from raysim.system.files import is_path
 logger = logging.getLogger("raysim")
 
 
+WAYS_OUT = {
+    "dirichlet": "partition.min_samples=1 avoids it",
+    "slow_class": "fewer partition.clients or a larger partition.alpha may avoid it",
+}
+"""What avoids clients without examples, by the kind of the partition."""
+
 MAX_ACTORS_PER_CORE = 4
 """Largest number of actors per CPU core of this machine; a request for more is refused."""
 
@@ -206,15 +212,9 @@ def warn_of_empty_clients(
     empty = split.n_training - split.n_nonempty
     if not empty:
         return
-    partition = config.partition
-    if partition.val_fraction:
+    way_out = WAYS_OUT.get(config.partition.name, "leave them out of the partition")
+    if config.partition.val_fraction:
         way_out = "a smaller partition.val_fraction may avoid it"
-    elif partition.name == "dirichlet":
-        way_out = "partition.min_samples=1 avoids it"
-    elif partition.name == "slow_class":
-        way_out = "fewer partition.clients or a larger partition.alpha may avoid it"
-    else:
-        way_out = "leave them out of the partition"
     logger.warning(
         "%d of %d clients have no training examples; they never train, and methods count N = %d "
         "clients (%s)",
@@ -263,11 +263,8 @@ def check_model_fits_data(config: Config) -> None:
     Raises:
         ConfigError: a model with labels is combined with `data=quadratics`.
     """
-    if (
-        config.data.name == "quadratics"
-        and config.model.name in build.NETS
-        and config.model.name != "quadratic"
-    ):
+    classifiers = build.NETS.keys() - {"quadratic"}
+    if config.data.name == "quadratics" and config.model.name in classifiers:
         raise ConfigError(
             f"model.name: '{config.model.name}' is a classifier, but data 'quadratics' has no "
             "classes; use model=quadratic"

@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -43,7 +44,7 @@ from raysim.config.sections.data import (
     OwnData,
     TorchvisionData,
 )
-from raysim.config.sections.schedule import Sync, Trace
+from raysim.config.sections.schedule import Trace
 from raysim.data import Dataset
 from raysim.errors import ConfigError
 from raysim.models import build
@@ -89,19 +90,7 @@ def of_code(config: Config) -> FileDigests:
     Raises:
         ConfigError: a file does not exist.
     """
-    digests: FileDigests = {}
-    for key, (where, texts) in _code(config).items():
-        if where.startswith(python_objects.PREFIX):  # the name has the digest of the texts
-            digests[key] = {where: _sha256(where.encode())}
-            continue
-        home = os.path.dirname(where) if where.endswith(".py") else ""
-        digests[key] = {
-            os.path.normpath(os.path.join(home, file)): _sha256(text)
-            for file, text in texts.items()
-        }
-        if not where.endswith(".py") and (distribution := distribution_of(where)) is not None:
-            digests[key] |= {distribution[0]: distribution[1]}
-    return digests
+    return {key: code.digests() for key, code in _code(config).items()}
 
 
 def sources(config: Config) -> dict[str, dict[str, bytes]]:
@@ -113,21 +102,46 @@ def sources(config: Config) -> dict[str, dict[str, bytes]]:
     Raises:
         ConfigError: a file does not exist.
     """
-    return {key: texts for key, (_, texts) in _code(config).items()}
+    return {key: dict(code.texts) for key, code in _code(config).items()}
 
 
-def _code(config: Config) -> dict[str, tuple[str, dict[str, bytes]]]:
-    """Return, for each section, the file or module that it names, and the texts of its files."""
+@dataclass(frozen=True)
+class _NamedCode:
+    """The code that a section names."""
+
+    where: str
+    """Path of a file, name of a module, or name of an object of Python."""
+    texts: Mapping[str, bytes]
+    """The text of each file by its path relative to that file or module."""
+    carried: Code | PythonObject | None
+    """What a plan carries to workers; None for a module, which they import."""
+
+    def digests(self) -> dict[str, str]:
+        """Return the sha256 of each file by path, and the version of the distribution."""
+        if isinstance(self.carried, PythonObject):  # the name has the digest of the texts
+            return {self.where: _sha256(self.where.encode())}
+        home = "" if self.carried is None else os.path.dirname(self.where)
+        digests = {
+            os.path.normpath(os.path.join(home, file)): _sha256(text)
+            for file, text in self.texts.items()
+        }
+        distribution = distribution_of(self.where) if self.carried is None else None
+        return digests | dict(filter(None, [distribution]))
+
+
+def _code(config: Config) -> dict[str, _NamedCode]:
+    """Return the code that each section names."""
     code_by_section = {}
     for key, reference in _references(config):
         where = reference.rpartition(":")[0]
         if reference.startswith(python_objects.PREFIX):
-            stored_object = python_objects.find(reference, f"{key}.name")
-            code_by_section[key] = (reference, dict(stored_object.texts))
-            continue
-        is_file = where.endswith(".py")
-        texts = read_code(where, f"{key}.name").files if is_file else _module_files(where)
-        code_by_section[key] = (where, texts)
+            kept = python_objects.find(reference, f"{key}.name")
+            code_by_section[key] = _NamedCode(reference, kept.texts, kept)
+        elif where.endswith(".py"):
+            code = read_code(where, f"{key}.name")
+            code_by_section[key] = _NamedCode(where, code.files, code)
+        else:
+            code_by_section[key] = _NamedCode(where, _module_files(where), None)
     return code_by_section
 
 
@@ -201,15 +215,9 @@ def code(config: Config) -> tuple[Code | PythonObject, ...]:
     Raises:
         ConfigError: a file cannot be read, or an object is missing in this process.
     """
-    by_package: dict[str, Code | PythonObject] = {}
-    for key, reference in _references(config):
-        where = reference.rpartition(":")[0]
-        if where.endswith(".py"):
-            user_code = read_code(where, f"{key}.name")
-            by_package[user_code.package] = user_code
-        elif reference.startswith(python_objects.PREFIX):
-            by_package[reference] = python_objects.find(reference, f"{key}.name")
-    return tuple(by_package.values())
+    # This process has one object for equal code.
+    carried = {id(code.carried): code.carried for code in _code(config).values()}
+    return tuple(filter(None, carried.values()))
 
 
 def check_file_digests(
@@ -274,15 +282,16 @@ def _names(config: Config) -> Iterator[tuple[str, str]]:
         yield f"evaluate.metrics.{i}", metric
     for key, probe in config.evaluate.named_probes().items():
         yield key, probe.name
-    if isinstance(config.data, OwnData):
-        yield "data", config.data.name
-    yield "partition", config.partition.name
-    if config.partition.phases is not None:
-        yield "partition.phases", config.partition.phases.name
-    for key, step_sizes in config.own_step_sizes().items():
-        yield key, step_sizes.name
-    if isinstance(config.schedule, Sync):
-        yield "schedule.sampling", config.schedule.sampling.name
+    sections = {
+        "data": config.data if isinstance(config.data, OwnData) else None,
+        "partition": config.partition,
+        "partition.phases": config.partition.phases,
+        **config.own_step_sizes(),
+        "schedule.sampling": getattr(config.schedule, "sampling", None),
+    }
+    for key, section in sections.items():
+        if section is not None:
+            yield key, section.name
     for key, stages in config.uploads.items():
         for i, stage in enumerate(stages):
             yield f"{key}.{i}", stage.name
@@ -290,13 +299,11 @@ def _names(config: Config) -> Iterator[tuple[str, str]]:
 
 def _sections_with_code(config: Config) -> Iterator[tuple[str, Named]]:
     """Yield the sections of rules and net, those of groups too, with their keys."""
-    for key in SECTIONS_WITH_CODE:
-        section: Named | None = getattr(config, key)
+    sections = {key: getattr(config, key) for key in SECTIONS_WITH_CODE}
+    sections |= {f"groups.{name}.client": group.client for name, group in config.groups.items()}
+    for key, section in sections.items():
         if section is not None:
             yield key, section
-    for name, group in config.groups.items():
-        if group.client is not None:
-            yield f"groups.{name}.client", group.client
 
 
 def _path_parameters(
@@ -376,7 +383,7 @@ def _of_path(path: Path, key: str) -> str:
         if not path.is_dir():
             return _of_file(str(path), *_state(path))
         whole = hashlib.sha256()
-        for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        for file in sorted(filter(Path.is_file, path.rglob("*"))):
             whole.update(
                 f"{file.relative_to(path)}\n{_of_file(str(file), *_state(file))}\n".encode()
             )

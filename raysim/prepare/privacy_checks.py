@@ -51,8 +51,8 @@ def check_privacy(config: Config, client: ClientRule, server: ServerRule, model:
             "privacy.noise_multiplier: 0 adds no noise, so the run is not private (epsilon is "
             "infinite)"
         )
-    kinds = map(type, model.module.modules())
-    has_norm = any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds)
+    batch_norm = nn.modules.batchnorm._BatchNorm
+    has_norm = any(isinstance(module, batch_norm) for module in model.module.modules())
     if has_norm or model.buffer_size or couples_examples(model):
         raise ConfigError(
             f"privacy: model '{config.model.name}' has BatchNorm, random numbers that "
@@ -82,7 +82,8 @@ def check_privacy(config: Config, client: ClientRule, server: ServerRule, model:
 
 def _check_client_privacy(config: Config, privacy: ClientPrivacy, server: ServerRule) -> None:
     """Check that schedule and server rule support the privacy of clients."""
-    if (reason := _why_no_client_privacy(config.schedule, server)) is not None:
+    reason = _why_no_private_schedule(config.schedule) or _why_no_private_server(server)
+    if reason is not None:
         raise ConfigError(f"privacy.unit: 'client' is not possible in this run: {reason}")
     try:
         privacy.update_noise(config.schedule.size)
@@ -94,12 +95,8 @@ def _check_client_privacy(config: Config, privacy: ClientPrivacy, server: Server
     )
 
 
-def _why_no_client_privacy(schedule: Sync | InFlight, server: ServerRule) -> str | None:
-    """Return why clients cannot be protected, and the fix; None if they can."""
-    return _why_no_private_schedule(schedule) or _why_no_private_server(server)
-
-
 def _why_no_private_schedule(schedule: Sync | InFlight) -> str | None:
+    """Return why clients of a schedule cannot be protected, and the fix; None if they can."""
     if not isinstance(schedule, Sync):
         return (
             "ε is not known for clients of an asynchronous schedule; use schedule=sync with "
@@ -119,6 +116,7 @@ def _why_no_private_schedule(schedule: Sync | InFlight) -> str | None:
 
 
 def _why_no_private_server(server: ServerRule) -> str | None:
+    """Return why clients cannot be protected from a server rule, and the fix; None if they can."""
     name = f"server rule '{server.name}'"
     if server.weights != "uniform":
         return f"{name} weighs clients by their samples, which would show; set weights to uniform"

@@ -16,7 +16,7 @@ from raysim.config.sections.local import Local
 from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.config.sections.schedule import Sync, UniformSampling
 from raysim.data.partition.groups import local_of_groups
-from raysim.errors import ConfigError, in_a_line
+from raysim.errors import ConfigError, errors_begin
 from raysim.metrics import find_metric
 from raysim.models.flat import Model
 from raysim.prepare.privacy_checks import check_privacy
@@ -26,7 +26,7 @@ from raysim.rules.methods import registry
 from raysim.rules.rule import Problem, place_of_metric
 from raysim.rules.uploads import declared, with_mode
 from raysim.system import startup_stages
-from raysim.system.signals import reraise_stop
+from raysim.system.signals import failing_as
 from raysim.training.personal import PersonalParts, personal_batch_norms
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
@@ -67,8 +67,7 @@ def check_rule(section: str, half: str, rule: ClientRule | ServerRule, problem: 
         ConfigError: the rule refuses the problem, or its `check` fails.
     """
     _check_units(section, half, rule)
-    uploads = declared(rule.sends) if isinstance(rule, ClientRule) else {}
-    for key, upload in uploads.items():
+    for key, upload in declared(getattr(rule, "sends", ())).items():
         if not problem.features and "F" in getattr(upload, "sizes", ()):
             raise ConfigError(
                 f"model: client rule '{rule.name}' sends '{key}' with a size of F features, but "
@@ -79,23 +78,26 @@ def check_rule(section: str, half: str, rule: ClientRule | ServerRule, problem: 
             f"model: {half} rule '{rule.name}' needs features, but '{problem.model}' does not end "
             "in a linear classifier on features that it learns; take another net"
         )
-    if isinstance(rule, ServerRule) and rule.counts_equally and rule.weights != "uniform":
+    if isinstance(rule, ServerRule):
+        _check_unused(section, rule)
+    failed = f"{section}: check() of {half} rule '{rule.name}' failed"
+    try:
+        with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ValueError,)):
+            rule.check(problem)
+    except ValueError as error:
+        raise ConfigError(f"{section}.{error}") from None
+
+
+def _check_unused(section: str, rule: ServerRule) -> None:
+    """Refuse hyper-parameters that a server rule inherits and does not use."""
+    if rule.counts_equally and rule.weights != "uniform":
         raise ConfigError(
             f"{section}.weights: server rule '{rule.name}' counts all clients equally; leave it out"
         )
-    if isinstance(rule, ServerRule) and not rule.steps_by_lr and rule.lr != 1.0:
+    if not rule.steps_by_lr and rule.lr != 1.0:
         raise ConfigError(
             f"{section}.lr: server rule '{rule.name}' makes no step of this size; leave it out"
         )
-    try:
-        rule.check(problem)
-    except ValueError as error:
-        raise ConfigError(f"{section}.{error}") from None
-    except BaseException as error:
-        reraise_stop(error)
-        raise ConfigError(
-            f"{section}: check() of {half} rule '{rule.name}' failed: {in_a_line(error)}"
-        ) from None
 
 
 def check_groups(
@@ -120,15 +122,12 @@ def check_groups(
     """
     client, server = of_run
     for (name, rule), local in zip(rules.items(), local_of_groups(config)[1:], strict=True):
-        try:
+        with errors_begin(f"groups.{name}: "):
             check_local_steps(config.model_copy(update={"local": local}), rule)
-        except ConfigError as error:
-            raise ConfigError(f"groups.{name}: {error}") from None
-    by_place = {
-        f"groups.{name}.client": rule
-        for name, rule in rules.items()
-        if config.groups[name].client is not None
-    }
+    by_place: dict[str, ClientRule] = {}
+    for name, rule in rules.items():
+        if config.groups[name].client is not None:
+            by_place[f"groups.{name}.client"] = rule
     for place, rule in by_place.items():
         check_rule(place, "client", rule, problem)
         check_privacy(config, rule, server, model)
@@ -306,12 +305,10 @@ def _may_weigh_by_samples(raw: Mapping[str, Any], plan: Plan) -> bool:
     for section in (raw.get("algorithm"), raw.get("server")):
         if isinstance(section, Mapping) and "weights" in section:
             return False
-    if overridden(server, ["weigh"]) or plan.config.client_privacy or server.weights != "uniform":
-        return False
-    if server.counts_equally:
-        return False
     # A user's rule that gets the uploads one by one may well count them equally on purpose.
-    if not with_mode(server.uploads, "mean") and not registry.is_shipped(server):
+    on_purpose = not with_mode(server.uploads, "mean") and not registry.is_shipped(server)
+    has_own_weights = overridden(server, ["weigh"]) or server.weights != "uniform"
+    if on_purpose or has_own_weights or server.counts_equally or plan.config.client_privacy:
         return False
     try:
         replace(server, weights="samples").check(plan.problem)

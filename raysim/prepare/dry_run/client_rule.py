@@ -101,9 +101,10 @@ def _dry_run_client_rule(plan: Plan, client_key: str) -> None:
     dry_run = RuleDryRun(plan)
 
     def check() -> None:
-        breach = dry_run.broken_contract()
-        if breach is not None:
-            raise ConfigError(f"{client_key}: {breach}")
+        try:
+            dry_run.check_contract()
+        except ContractError as error:
+            raise ConfigError(f"{client_key}: {error}") from None
         difference = dry_run.wrong_on_lanes() if plan.mode == "lanes" else None
         if difference is not None:
             raise ConfigError(f"{client_key}: {difference}, or set batching.mode=loop")
@@ -183,93 +184,72 @@ class RuleDryRun:
         self.refusals: list[str] = []
         """Why local steps cannot be captured, with the line of the rule; [] if they can."""
 
-    def broken_contract(self) -> str | None:
+    def check_contract(self) -> None:
         """Check the contract of the client rule in one local step, in the precision of the run.
 
         An exception that may depend on the client does not count: the run will report it with
         client and round.
 
-        Returns:
-            The breach, for a message; None if there is none.
+        Raises:
+            ContractError: the rule breaks its contract.
         """
-        try:
-            trainer, broadcast, tasks = self.stage()
-        except ContractError as error:
-            return str(error)
+        trainer, broadcast, tasks = self.stage()
         if self.large:
             tasks = tasks[1:]
         trainer.rule = watched(trainer.rule)
         trained = trainer.train_block({0: broadcast}, Block(0, tasks))
         for update in trained:
             if update.broken is not None:
-                return update.broken
+                raise ContractError(update.broken)
         if any(update.error for update in trained):
-            return None
-        return (
-            self._wrong_delta(trainer, trained[0])
-            or self._wrong_lengths(trainer.sent, trained)
-            or self._wrong_for_stages(trainer, trained[0])
-            or self._wrong_own_model(trainer, broadcast, tasks[0])
-            or self._wrong_own_model(trainer, broadcast, _after(tasks[0], trained[0]))
-        )
+            return
+        self._check_delta(trainer, trained[0])
+        self._check_lengths(trainer.sent, trained)
+        if any(stage.of is None for stage in self.plan.stages):
+            key = self.config.upload_key("")
+            first_of_size(trainer.rule, trainer.sent, trained[0].report, trainer.model.size, key)
+        is_used = self.config.evaluate.clients or overridden(self.plan.server, ["candidates"])
+        if is_used and overridden(self.plan.client, ["begin", "evaluated"]):
+            self._try_own_model(trainer, broadcast, tasks[0])
+            self._try_own_model(trainer, broadcast, _after(tasks[0], trained[0]))
 
-    def _wrong_lengths(self, sent: Iterable[str], trained: list[ClientUpdate]) -> str | None:
-        """Return what is wrong with uploads that differ in length between clients, if any does."""
+    def _check_lengths(self, sent: Iterable[str], trained: list[ClientUpdate]) -> None:
+        """Refuse uploads that differ in length between clients."""
         for key in sent:
             lengths = {update.report[key].numel() for update in trained}
             if len(lengths) > 1:
-                return (
+                raise ContractError(
                     f"finish of client rule '{self.plan.client.name}' sends '{key}' with "
                     f"{' and '.join(map(str, sorted(lengths)))} numbers for two clients; the "
                     "server adds the uploads of a key, so they must have the same length"
                 )
-        return None
 
-    def _wrong_for_stages(self, trainer: Trainer, update: ClientUpdate) -> str | None:
-        """Return what is wrong if a stage changes the uploads of the net's size and none has it."""
-        if all(stage.of is not None for stage in self.plan.stages):
-            return None
-        key = self.config.upload_key("")
-        try:
-            first_of_size(trainer.rule, trainer.sent, update.report, trainer.model.size, key)
-        except ContractError as error:
-            return str(error)
-        return None
-
-    def _wrong_own_model(
-        self, trainer: Trainer, broadcast: Broadcast, task: ClientTask
-    ) -> str | None:
-        """Return what is wrong with the model that a client is evaluated with, if it is."""
-        is_used = self.config.evaluate.clients or overridden(self.plan.server, ["candidates"])
-        if not (is_used and overridden(self.plan.client, ["begin", "evaluated"])):
-            return None
+    def _try_own_model(self, trainer: Trainer, broadcast: Broadcast, task: ClientTask) -> None:
+        """Make the model that a client is evaluated with."""
         try:
             own_model(trainer, broadcast, task, self.clients.at(task.base).client(task.client))
-        except ContractError as error:
-            return str(error)
+        except ContractError:
+            raise
         except Exception as error:  # it may depend on the client, so the run reports it
             logger.debug("evaluated is not checked: %s", error)
-        return None
 
-    def _wrong_delta(self, trainer: Trainer, update: ClientUpdate) -> str | None:
-        """Return what is wrong with the shape of the upload `delta`; None if nothing is.
+    def _check_delta(self, trainer: Trainer, update: ClientUpdate) -> None:
+        """Refuse an upload `delta` of another shape than [P], which is its convention.
 
-        By convention it is a vector [P]. PyTorch would broadcast another shape without an error. A
-        user's pair may give it another meaning by a declared shape.
+        PyTorch would broadcast another shape without an error. A user's pair may give it another
+        meaning by a declared shape.
         """
         rule = self.plan.client
-        if "delta" not in trainer.sent:
-            return None
-        if "delta" in declared(rule.sends) and is_tried(self.plan.server):
-            return None
+        has_own_meaning = "delta" in declared(rule.sends) and is_tried(self.plan.server)
+        if "delta" not in trainer.sent or has_own_meaning:
+            return
         shape = list(update.report["delta"].shape)
-        if shape == [trainer.model.size]:
-            return None
-        return (
-            f"finish of client rule '{rule.name}' sends 'delta' with the shape {shape}, but server "
-            f"rule '{self.plan.server.name}' takes it as an update of the parameters, [P] = "
-            f"[{trainer.model.size}] ({defined_at(rule, 'finish')})"
-        )
+        if shape != [trainer.model.size]:
+            raise ContractError(
+                f"finish of client rule '{rule.name}' sends 'delta' with the shape {shape}, but "
+                f"server rule '{self.plan.server.name}' takes it as an update of the parameters, "
+                f"[P] = [{trainer.model.size}] ({defined_at(rule, 'finish')})"
+            )
 
     def wrong_on_lanes(self) -> str | None:
         """Compare local steps that are captured, as on a GPU, with the same uncaptured.

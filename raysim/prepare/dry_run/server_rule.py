@@ -54,8 +54,10 @@ def dry_run_server_rule(plan: Plan, key: str) -> None:
         return
 
     def check() -> None:
-        if (breach := broken_contract(plan)) is not None:
-            raise ConfigError(f"{key}: {breach}")
+        try:
+            check_contract(plan)
+        except ContractError as error:
+            raise ConfigError(f"{key}: {error}") from None
 
     if not limited(check, DRY_RUN_TIMEOUT_S):
         logger.warning(
@@ -65,25 +67,24 @@ def dry_run_server_rule(plan: Plan, key: str) -> None:
         )
 
 
-def broken_contract(plan: Plan) -> str | None:
+def check_contract(plan: Plan) -> None:
     """Check the contract of the server rule in one round of two clients, and in a selection.
 
     Args:
         plan: the plan of the run.
 
-    Returns:
-        The breach, for a message; None if there is none.
+    Raises:
+        ContractError: the rule breaks its contract.
     """
     plan = replace(plan, server=watched(plan.server))
     try:
         _train_one_round(plan)
         if overridden(plan.server, ["select"]):
             _select_first_round(plan)
-    except ContractError as error:
-        return str(error)
+    except ContractError:
+        raise
     except RaysimError as error:
         logger.debug("the dry run of the server rule ended early: %s", error)
-    return None
 
 
 def _train_one_round(plan: Plan) -> None:
