@@ -128,6 +128,23 @@ def errors_begin(place: str) -> Iterator[None]:
         raise ConfigError(f"{place}{error}") from None
 
 
+@contextmanager
+def unreadable(place: str) -> Iterator[None]:
+    """Let a file that cannot be read in this block be an error of the configuration.
+
+    Args:
+        place: the key and the file.
+
+    Raises:
+        ConfigError: the block raised an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or in_a_line(error)
+        raise ConfigError(f"{place} cannot be read: {reason}") from None
+
+
 def round_name(t: int) -> str:
     """Return the name of a training round in messages, "round 1" for the first one.
 

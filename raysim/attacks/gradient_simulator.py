@@ -200,13 +200,11 @@ class GradientSimulator:
         self.g = updates.to(device, plan.dtype) / lr
         self.y = torch.stack([observation.y for observation in seen]).to(device)
         self.shape = tuple(seen[0].x.shape)
-        numbers_per_gradient = self.model.size * (
-            self.shape[0] if self.rule is not None and config.example_privacy is not None else 1
-        )
-        self.chunk, self.vmap = (
-            max(1, MAX_GRADIENT_NUMBERS // (VECTORS_PER_GRADIENT * numbers_per_gradient)),
-            False,
-        )
+        numbers_per_gradient = self.model.size
+        if self.rule is not None and config.example_privacy is not None:
+            numbers_per_gradient *= self.shape[0]
+        self.chunk = max(1, MAX_GRADIENT_NUMBERS // (VECTORS_PER_GRADIENT * numbers_per_gradient))
+        self.vmap = False
 
     def starts(self, restart: int) -> Tensor:
         """Return random images to start from.

@@ -223,11 +223,8 @@ def match(
         )
     section = checked_section(_MatchFile, {"match": raw.pop("match")}).match
     methods = MethodComparison(raw, section)
-    first, second = (
-        ("adaptive", "oblivious")
-        if section.attack.attacker == "adaptive"
-        else ("oblivious", "adaptive")
-    )
+    first = section.attack.attacker
+    second = {"adaptive": "oblivious", "oblivious": "adaptive"}[first]
     folder = methods.watched(None)
     own_attacks = {attacker: methods.attacked(folder, attacker) for attacker in (first, second)}
     target = own_attacks[first].psnr

@@ -20,7 +20,7 @@ import yaml
 from raysim.config import limited_yaml
 from raysim.config.explain import top_level_hint
 from raysim.config.schema import SECTIONS_WITH_NAME, Config
-from raysim.config.sections.base import named
+from raysim.config.sections.base import name_of, named
 from raysim.config.shipped_files import FOLDER, shipped_files
 from raysim.errors import ConfigError, errors_begin
 from raysim.spelling import did_you_mean, lacking
@@ -104,10 +104,9 @@ def read_config(
     layers = [*_layers(source), _nested(override_values)]
     merged: dict[str, Any] = {}
     for i, layer in enumerate(layers):
-        algorithm = named(layer.get("algorithm"))
-        name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
-        replaced = any(_names_method(above) for above in layers[i + 1 :])
-        brought = defaults(name) if isinstance(name, str) and not replaced else {}
+        name = name_of(layer.get("algorithm"))
+        replaced = any(map(_names_method, layers[i + 1 :]))
+        brought = {} if name is None or replaced else defaults(name)
         layer = merge_layers(_with_names_of(layer, brought), layer, keys)
         merged = merge_layers(merged, layer, keys)
     merged.pop(CLAIMS, None)
@@ -249,9 +248,9 @@ def _with_names_of(layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     """Return a method's defaults of sections, which go with any kind that the layer names."""
     completed = dict(defaults)
     for key in set(SECTIONS_WITH_NAME) & defaults.keys() & layer.keys():
-        section = named(layer[key])
-        if isinstance(section, Mapping) and "name" in section:
-            completed[key] = {"name": section["name"], **named(defaults[key])}
+        name = name_of(layer[key])
+        if name is not None:
+            completed[key] = {"name": name, **named(defaults[key])}
     return completed
 
 

@@ -124,24 +124,27 @@ def reference(value: Any) -> str:
     description = _Description()
     texts = description.of(value)
     label = (place or type(value).__qualname__).rpartition(".")[2]
-    if kind := description.unreadable:
-        logger.warning(
-            "%s holds a %s, whose content cannot be read: its run cannot be resumed by another "
-            "process",
-            label,
-            kind,
-        )
-        for kept in _OBJECTS.values():
-            if kept.value is value:
-                return kept.name
-        label += f"{UNREADABLE}{kind}"
-        digest = uuid.uuid4().hex
-    else:
-        whole = hashlib.sha256()
-        for name, text in sorted(texts.items()):
-            whole.update(f"{name}\n{hashlib.sha256(text).hexdigest()}\n".encode())
-        digest = whole.hexdigest()
-    return _keep(f"{PREFIX}{label}-{digest[:DIGEST_CHARACTERS]}", value, texts).name
+    kind = description.unreadable
+    if kind is None:
+        return _keep(f"{PREFIX}{label}-{_digest(texts)}", value, texts).name
+    logger.warning(
+        "%s holds a %s, whose content cannot be read: its run cannot be resumed by another process",
+        label,
+        kind,
+    )
+    for kept in _OBJECTS.values():
+        if kept.value is value:
+            return kept.name
+    digest = uuid.uuid4().hex[:DIGEST_CHARACTERS]
+    return _keep(f"{PREFIX}{label}{UNREADABLE}{kind}-{digest}", value, texts).name
+
+
+def _digest(texts: Mapping[str, bytes]) -> str:
+    """Return the digest of texts with their names."""
+    whole = hashlib.sha256()
+    for name, text in sorted(texts.items()):
+        whole.update(f"{name}\n{hashlib.sha256(text).hexdigest()}\n".encode())
+    return whole.hexdigest()[:DIGEST_CHARACTERS]
 
 
 def _resolves(module: str | None, place: str, value: Any) -> bool:

@@ -116,12 +116,12 @@ def with_environment(raw: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: MLFLOW_TRACKING_URI is not usable.
     """
-    section = raw.get("tracking")
-    if not isinstance(section, Mapping | None):
+    section = {} if raw.get("tracking") is None else raw["tracking"]
+    if not isinstance(section, Mapping):
         return raw
     found = {}
     for name, key in MLFLOW_VARIABLES.items():
-        if (value := os.environ.get(name)) and key not in (section or {}):
+        if (value := os.environ.get(name)) and key not in section:
             found[key] = value
             startup_stages.notes.info("tracking.%s is $%s: %s", key, name, mask_secrets(value))
     if "uri" in found:
@@ -131,7 +131,7 @@ def with_environment(raw: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"{error} (from $MLFLOW_TRACKING_URI; tracking.uri=… replaces it)"
             ) from None
-    return {**raw, "tracking": {**(section or {}), **found}} if found else raw
+    return {**raw, "tracking": {**section, **found}} if found else raw
 
 
 def database_of(uri: str) -> Path | None:
@@ -169,8 +169,8 @@ def encoded_uri(uri: str) -> str:
     Raises:
         ConfigError: its port is not a number, or it is ambiguous where its password ends.
     """
-    scheme = uri.partition("://")[0].lower()
-    if "://" not in uri or scheme in _PATH_SCHEMES:
+    scheme = _scheme_of_server(uri)
+    if not scheme:
         return uri
     parts = _split_uri(uri)
     if parts is None and "@" not in uri:
@@ -185,6 +185,12 @@ def encoded_uri(uri: str) -> str:
         )
     user, at, host = parts.netloc.rpartition("@")
     return _joined(parts, f"{user.replace('@', '%40')}{at}{host}") if "@" in user else uri
+
+
+def _scheme_of_server(uri: str) -> str:
+    """Return the scheme of an address in small letters; "" if the address is a path or a name."""
+    scheme, separator, _ = uri.lower().partition("://")
+    return scheme if separator and scheme not in _PATH_SCHEMES else ""
 
 
 def _split_uri(uri: str) -> SplitResult | None:
@@ -210,8 +216,8 @@ def redacted_uri(uri: str) -> str:
     Raises:
         ConfigError: as in `encoded_uri`.
     """
-    scheme = uri.partition("://")[0].lower()
-    if "://" not in uri or scheme in _PATH_SCHEMES:
+    scheme = _scheme_of_server(uri)
+    if not scheme:
         return uri
     if scheme.startswith("databricks"):  # followed by the name of a profile
         return mask_secrets(uri)
@@ -258,13 +264,7 @@ def restored_uri(uri: str) -> str:
 
 def _server_credentials() -> bool:
     """Return whether MLflow has credentials of its own for a server."""
-    both = _set("MLFLOW_TRACKING_USERNAME") and _set("MLFLOW_TRACKING_PASSWORD")
-    return (
-        both
-        or _set("MLFLOW_TRACKING_TOKEN")
-        or Path("~/.mlflow/credentials").expanduser().is_file()
-    )
-
-
-def _set(name: str) -> bool:
-    return bool(os.environ.get(name))
+    get = os.environ.get
+    both = get("MLFLOW_TRACKING_USERNAME") and get("MLFLOW_TRACKING_PASSWORD")
+    file = Path("~/.mlflow/credentials").expanduser()
+    return bool(both or get("MLFLOW_TRACKING_TOKEN")) or file.is_file()

@@ -127,26 +127,26 @@ def dataset_summary(dataset: Dataset) -> dict[str, Any]:
     Args:
         dataset: the data set.
     """
-    counted = dataset.n_classes <= MAX_CLASSES_SHOWN
-    train, test = (
-        np.bincount(y, minlength=dataset.n_classes).tolist()
-        if dataset.are_labelled and counted
-        else []
-        for y in (dataset.y, dataset.y_test)
-    )
-    crop = (
-        f"crop {dataset.shape[1]}x{dataset.shape[2]} after padding by {dataset.pad}"
-        if dataset.pad
-        else ""
-    )
+    counts: dict[str, list[int]] = {}
+    if dataset.are_labelled and dataset.n_classes <= MAX_CLASSES_SHOWN:
+        halves = (dataset.y, dataset.y_test)
+        n = dataset.n_classes
+        train_and_test = [np.bincount(y, minlength=n)[:n] for y in halves]
+        counts = dict(zip(dataset.classes, np.transpose(train_and_test).tolist(), strict=True))
+    augmentation = []
+    if dataset.pad:
+        height, width = dataset.shape[1:]
+        augmentation.append(f"crop {height}x{width} after padding by {dataset.pad}")
+    if dataset.flip:
+        augmentation.append("mirror")
     return {
         "name": dataset.name,
         "train": len(dataset.y),
         "test": len(dataset.y_test),
         "shape": shapes_of(dataset.inputs) if dataset.inputs else list(dataset.shape),
         "classes": dataset.n_classes,
-        "counts": {name: [a, b] for name, a, b in zip(dataset.classes, train, test, strict=False)},
-        "augmentation": ", ".join(filter(None, (crop, "mirror" if dataset.flip else ""))) or "none",
+        "counts": counts,
+        "augmentation": ", ".join(augmentation) or "none",
         "groups": len(dataset.group_names) or None,
         "digest": dataset.digest,
     }

@@ -214,12 +214,12 @@ def gather_losses(
         the latter the mean over the round's clients. `fisher`: one correlation for each client of
         the round that measured it. {} if no client measured the losses before training.
     """
-    if not any("before" in losses for losses in measured.values()):
+    before = next((m["before"] for m in measured.values() if "before" in m), None)
+    if before is None:
         return {}
-    before = next(losses["before"] for losses in measured.values() if "before" in losses)
     after = np.mean([losses["after"] for losses in measured.values()], axis=0).tolist()
     fisher = [value for losses in measured.values() for value in losses.get("fisher", [])]
-    return {"clients": [float(i) for i in past], "before": before, "after": after, "fisher": fisher}
+    return {"clients": list(map(float, past)), "before": before, "after": after, "fisher": fisher}
 
 
 def forgetting_metrics(measured: Mapping[str, list[float]]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from raysim.numerics.qp import (
     ZERO_COLUMN_RATIO,
     SmallTensorRule,
     add_segments,
+    checked_segments,
 )
 
 MIN_COSINE_DETERMINANT = 1e-12
@@ -75,11 +76,7 @@ def project3(
     Raises:
         ValueError: the rule "sum" has no segments.
     """
-    if small_tensor_rule == "sum" and segments is None:
-        raise ValueError(
-            "small_tensor_rule='sum' needs segments: it is a rule about one tensor at a time"
-        )
-    parts = (p.shape[0],) if segments is None else tuple(segments)
+    parts = checked_segments(p, segments, small_tensor_rule)
     return _Project3.apply(p, a, b, c, parts, small_tensor_rule == "sum")
 
 

@@ -338,13 +338,12 @@ def _refresh_short(memory: Memory, rows: Tensor, p: Tensor, b: Array, segments: 
     With more rows than dimensions the Gram matrix is singular, and the relative error of 1e-7 of
     float32 sums would decide which constraints are active.
     """
-    start = 0
-    for t, length in enumerate(segments):
-        if length <= MAX_UNCACHED_GRAM_LENGTH:
-            part = rows[:, start : start + length].double()
+    parts = rows.split(segments, 1), p.split(segments)
+    for t, (part, part_of_p) in enumerate(zip(*parts, strict=True)):
+        if segments[t] <= MAX_UNCACHED_GRAM_LENGTH:
+            part = part.double()
             memory["gram"][t] = (part @ part.T).cpu()
-            b[t] = (part @ p[start : start + length].to(part)).cpu().numpy()
-        start += length
+            b[t] = (part @ part_of_p.to(part)).cpu().numpy()
 
 
 def _length(memory: Memory) -> int:

@@ -204,12 +204,8 @@ def project(
         ValueError: `p` is not finite, the rule "sum" has no segments, or the solver is unknown.
         ModuleNotFoundError: the package of the solver is not installed.
     """
-    if small_tensor_rule == "sum" and segments is None:
-        raise ValueError(
-            "small_tensor_rule='sum' needs segments: it is a rule about one tensor at a time"
-        )
+    parts = checked_segments(p, segments, small_tensor_rule)
     columns = list(columns)
-    parts = [p.shape[0]] if segments is None else list(segments)
     grams = gram([p, *columns], parts).cpu().numpy()  # [T, C + 1, C + 1]
     if not np.isfinite(grams[:, 0, 0]).all():
         raise ValueError("the vector to project is not finite")
@@ -226,6 +222,28 @@ def project(
             add_segments(projected, column, multipliers, parts)
         projected = projected.to(p.dtype)
     return projected, replace(combine_infos(infos), dropped=int((~good).sum()))
+
+
+def checked_segments(
+    p: Tensor, segments: Sequence[int] | None, small_tensor_rule: SmallTensorRule
+) -> tuple[int, ...]:
+    """Return the lengths of the segments, that of the whole vector if there are none.
+
+    Args:
+        p: the vector, [P].
+        segments: lengths that add up to P; None: one segment.
+        small_tensor_rule: treatment of small tensors; see `project`.
+
+    Raises:
+        ValueError: the rule "sum" has no segments.
+    """
+    if segments is not None:
+        return tuple(segments)
+    if small_tensor_rule == "sum":
+        raise ValueError(
+            "small_tensor_rule='sum' needs segments: it is a rule about one tensor at a time"
+        )
+    return (p.shape[0],)
 
 
 def solve_segment(
@@ -269,13 +287,10 @@ def add_segments(
         multipliers: one number for each segment.
         segments: lengths that add up to P.
     """
-    start = 0
-    for length, multiplier in zip(segments, multipliers, strict=True):
+    parts = total.split(list(segments)), column.split(list(segments))
+    for part, added, multiplier in zip(*parts, multipliers, strict=True):
         if multiplier:
-            total[start : start + length].add_(
-                column[start : start + length], alpha=float(multiplier)
-            )
-        start += length
+            part.add_(added, alpha=float(multiplier))
 
 
 def combine_infos(infos: Sequence[QPInfo]) -> QPInfo:

@@ -135,12 +135,10 @@ def _check_ray() -> tuple[bool, str]:
         )
         joined = cluster_address(None)
         starts_here = started and not joined
-        open_to_all = starts_here and loopback.reached_from_outside()
-        unasked = starts_here and not loopback.asks_for_token()
         faults = []
-        if open_to_all:
+        if starts_here and loopback.reached_from_outside():
             faults.append("other machines can reach it")
-        if unasked:
+        if starts_here and not loopback.asks_for_token():
             faults.append(
                 "any user of this machine can use it without a token (unset RAY_AUTH_MODE)"
             )

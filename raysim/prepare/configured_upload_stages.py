@@ -18,7 +18,7 @@ from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT,
 from raysim.rules.errors.user_code import translate_errors
 from raysim.rules.methods.registry import build_part
 from raysim.rules.upload_stages import STAGES, UploadStage, WireFormat
-from raysim.rules.uploads import declared
+from raysim.rules.uploads import Upload, declared
 from raysim.spelling import did_you_mean
 from raysim.training.uploads.upload_chain import check_encoded, check_wire_format
 
@@ -79,25 +79,32 @@ def check_stages(
         key = f"{upload_key}.{i}"
         stage = stage.at_shapes(model.shapes)
         if stage.error_feedback and not stage.contracts:
-            scaling = [name for name in ("unbiased", "scaled") if name in named.parameters]
-            ways = ["leave it out", *(f"leave out {name}" for name in scaling), "or use topk"]
+            ways = ["leave it out"]
+            for name in ("unbiased", "scaled"):
+                if name in named.parameters:
+                    ways.append(f"leave out {name}")
             raise ConfigError(
                 f"{key}.error_feedback: not with stage '{named.name}', whose error can be larger "
-                f"than the update, so that the memory would grow; {', '.join(ways)}"
+                f"than the update, so that the memory would grow; {', '.join(ways)}, or use topk"
             )
-        if stage.of is not None and stage.of not in server.uploads:
-            raise ConfigError(
-                f"{key}.of: server rule '{server.name}' receives no '{stage.of}' from client rule "
-                f"'{client.name}'{did_you_mean(stage.of, server.uploads)}"
-            )
-        upload = declared(client.sends).get(stage.of or "")
-        if upload is not None and not upload.is_summable:
-            raise ConfigError(
-                f"{key}.of: '{stage.of}' of client rule '{client.name}' are integers, which no "
-                "stage can change; name an upload of floats"
-            )
+        if stage.of is not None:
+            _check_upload(f"{key}.of", stage.of, client, server)
         if ":" in named.name:
             _try_stage(key, stage, model)
+
+
+def _check_upload(key: str, upload: str, client: ClientRule, server: ServerRule) -> None:
+    """Refuse an upload that a stage cannot change."""
+    if upload not in server.uploads:
+        raise ConfigError(
+            f"{key}: server rule '{server.name}' receives no '{upload}' from client rule "
+            f"'{client.name}'{did_you_mean(upload, server.uploads)}"
+        )
+    if not declared(client.sends).get(upload, Upload()).is_summable:
+        raise ConfigError(
+            f"{key}: '{upload}' of client rule '{client.name}' are integers, which no stage can "
+            "change; name an upload of floats"
+        )
 
 
 def _try_stage(key: str, stage: UploadStage, model: Model) -> None:

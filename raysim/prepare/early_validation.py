@@ -14,7 +14,7 @@ from typing import Any
 
 from raysim.config import explain, loading
 from raysim.config.schema import Config
-from raysim.config.sections.base import named
+from raysim.config.sections.base import name_of
 from raysim.config.shipped_files import shipped_files
 
 DEFAULTS_ELSEWHERE = "x-defaults-of-other-sections"
@@ -45,7 +45,7 @@ class ShippedMethods:
 
     def __init__(self) -> None:
         schema = json.loads(shipped_files("json")["schema"].read_text(encoding="utf-8"))
-        self._nodes: dict[str, Any] = {}
+        self._nodes: dict[str | None, Any] = {}
         for node in schema["properties"]["algorithm"]["anyOf"]:
             name = node.get("properties", {}).get("name", {}).get("const")
             if name is not None:
@@ -78,13 +78,11 @@ class ShippedMethods:
         Raises:
             ConfigError: keys or values are wrong.
         """
-        algorithm = named(raw.get("algorithm"))
-        if algorithm is not None:
-            name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
-            node = self._nodes.get(name) if isinstance(name, str) else None
+        if raw.get("algorithm") is not None:
+            node = self._nodes.get(name_of(raw["algorithm"]))
             if node is None:
                 return
-            if any(key in node["properties"] for key in raw.keys() - Config.model_fields):
+            if node["properties"].keys() & (raw.keys() - Config.model_fields):
                 return  # a hyper-parameter that lacks its section
         explain.validate(raw)
 

@@ -61,7 +61,12 @@ def check_privacy(config: Config, client: ClientRule, server: ServerRule, model:
         )
     if config.client_privacy is not None:
         _check_client_privacy(config, config.client_privacy, server)
-        return
+    else:
+        _check_example_privacy(config, client)
+
+
+def _check_example_privacy(config: Config, client: ClientRule) -> None:
+    """Check that partition and client rule support the privacy of examples."""
     if config.partition.phases is not None:
         raise ConfigError(
             "privacy.unit: 'example' counts the uses of examples that clients keep in all rounds; "

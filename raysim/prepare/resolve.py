@@ -15,7 +15,7 @@ import torch
 from raysim.config import explain, loading, tracking_uri
 from raysim.config.references import reading_once
 from raysim.config.schema import Config
-from raysim.config.sections.base import named
+from raysim.config.sections.base import name_of, named
 from raysim.config.sections.data import AnyData
 from raysim.data import Dataset, load_dataset
 from raysim.data.partition.groups import local_of_groups
@@ -32,6 +32,7 @@ from raysim.prepare.mode_and_block_size import choose_batching
 from raysim.prepare.workload import Rules, build_problem, build_rules
 from raysim.prepare.written_out import write_out
 from raysim.rules.methods import registry
+from raysim.spelling import lacking
 from raysim.training.groups import ClientGroup
 
 
@@ -75,14 +76,12 @@ def read_run_config(
     """
     raw = loading.read_config(source, overrides, keys, registry.algorithm_defaults)
     raw = tracking_uri.with_environment(raw)
-    sweep_keys = [
-        key for key in loading.parse_overrides(overrides) if key.partition(".")[0] == "sweep"
-    ]
-    if sweep_keys:
-        raise ConfigError(
-            f"{sweep_keys[0]}: belongs to a sweep, but this is a single run; leave it out, or use "
-            "raysim sweep"
-        )
+    for key in loading.parse_overrides(overrides):
+        if key.partition(".")[0] == "sweep":
+            raise ConfigError(
+                f"{key}: belongs to a sweep, but this is a single run; leave it out, or use raysim "
+                "sweep"
+            )
     if (section := raw.pop("sweep", None)) is not None:
         file = "this configuration" if isinstance(source, Mapping) else str(source)
         given = [] if isinstance(overrides, Mapping) else overrides
@@ -207,11 +206,11 @@ def load_config(raw: Mapping[str, Any]) -> Config:
 
 def _refuse_bare_hyperparameters(raw: Mapping[str, Any]) -> None:
     """Refuse a hyper-parameter of the algorithm that lacks its section, such as `mu`."""
-    algorithm = named(raw.get("algorithm")) if raw.get("algorithm") is not None else {}
-    unknown = [key for key in raw if key not in Config.model_fields]
-    if not unknown or not isinstance(algorithm, Mapping) or "name" not in algorithm:
+    name = name_of(raw.get("algorithm"))
+    unknown = lacking(raw, Config.model_fields)
+    if not unknown or name is None:
         return
-    known = registry.algorithm_hyperparameters(str(algorithm["name"]))
+    known = registry.algorithm_hyperparameters(name)
     for key in unknown:
         sections = {found.partition(".")[0] for found in explain.keys_with_sections(key)}
         if key in known and not sections - {"data"}:

@@ -137,6 +137,17 @@ def named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+def name_of(section: Any) -> str | None:
+    """Return the name of a section that is not validated; None if it has none.
+
+    Args:
+        section: a mapping, the name that it was shortened to, or anything else.
+    """
+    section = named(section)
+    name = section.get("name") if isinstance(section, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
 def default_name(name: str) -> BeforeValidator:
     """Return a validator of a section that may omit its name or consist of it.
 

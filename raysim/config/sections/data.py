@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from raysim.config import entry_points
 from raysim.config.identity import Identity
@@ -388,33 +396,20 @@ class Virtual(Split):
     samples: int = Field(default=20, ge=1)
     """Examples of each client."""
 
-    @field_validator("val_fraction")
+    @field_validator("val_fraction", "test", "val", "phases")
     @classmethod
-    def _nothing_to_hold_out(cls, value: float) -> float:
+    def _nothing_of_their_own(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what needs examples of a client's own; the default, 0 or null, passes."""
+        reasons = {
+            "val_fraction": "share their examples, so none can be held out; set it to 0",
+            "phases": "store no examples that could change; leave it out, or use another partition",
+        }
+        shared = (
+            "share their examples, so none can be kept for a test or for validation; leave it out, "
+            "or use another partition"
+        )
         if value:
-            raise ValueError(
-                "virtual clients share their examples, so none can be held out; set it to 0"
-            )
-        return value
-
-    @field_validator("test", "val")
-    @classmethod
-    def _nothing_to_keep(cls, value: Section | None) -> Section | None:
-        if value is not None:
-            raise ValueError(
-                "virtual clients share their examples, so none can be kept for a test or for "
-                "validation; leave it out, or use another partition"
-            )
-        return value
-
-    @field_validator("phases")
-    @classmethod
-    def _nothing_changes(cls, value: Any) -> Any:
-        if value is not None:
-            raise ValueError(
-                "virtual clients store no examples that could change; leave it out, or use "
-                "another partition"
-            )
+            raise ValueError(f"virtual clients {reasons.get(str(info.field_name), shared)}")
         return value
 
 

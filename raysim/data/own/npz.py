@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raysim.errors import ConfigError, in_a_line
+from raysim.errors import ConfigError, in_a_line, unreadable
 from raysim.spelling import did_you_mean, lacking
 
 
@@ -29,14 +29,12 @@ def read_arrays(
         ConfigError: the file cannot be read, does not fit in memory, or has other arrays.
     """
     try:
-        _check_kind(path, key, advice)
-        with np.load(path, allow_pickle=False) as file:
-            names = list(dict.fromkeys(name.partition(".")[0] for name in file))
-            _check_names(names, f"{key}: {path}", needed, optional)
-            return _grouped(file)
-    except OSError as error:
-        reason = error.strerror or in_a_line(error)
-        raise ConfigError(f"{key}: {path} cannot be read: {reason}") from None
+        with unreadable(f"{key}: {path}"):
+            _check_kind(path, key, advice)
+            with np.load(path, allow_pickle=False) as file:
+                names = list(dict.fromkeys(name.partition(".")[0] for name in file))
+                _check_names(names, f"{key}: {path}", needed, optional)
+                return _grouped(file)
     except MemoryError as error:
         # A damaged header can claim any size.
         raise ConfigError(

@@ -371,9 +371,7 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
     users = reader.one_of(users, "training", others, "users")
     users_test = reader.one_of(users_test, "test", others, "users_test")
     numbered = reader.groups(users, users_test, len(y), len(y_test))
-    scale = shift = None
-    if x.dtype == np.uint8 and x.ndim == 4 and x.shape[1] in (1, 3):
-        scale, shift = normalise_by_imagenet(x)
+    scale, shift = _normalisation(x)
     declared = others.get("classes")
     if declared is None and len(class_names) >= _number_of_labels(y, y_test) > 0:
         declared = class_names
@@ -392,6 +390,13 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
         inputs=inputs,
         **(numbered._asdict() if numbered else {}),
     )
+
+
+def _normalisation(x: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return `scale` and `shift` of images; None for other arrays."""
+    if x.dtype == np.uint8 and x.ndim == 4 and x.shape[1] in (1, 3):
+        return normalise_by_imagenet(x)
+    return None, None
 
 
 def inputs_like(x: Any, dataset: Dataset) -> np.ndarray:

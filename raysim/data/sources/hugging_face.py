@@ -81,20 +81,11 @@ def _package() -> ModuleType:
 def _load_splits(data: HuggingFace) -> dict[str, Any]:
     """Return the splits by name."""
     datasets = _package()
-    place = f"data.path: {data.path}"
     folder = Path(data.path).expanduser()
-    saved = [name for name in SAVED_FILES if (folder / name).is_file()]
-    if folder.is_file():
-        raise ConfigError(f"{place} is a file; give the folder that holds it")
-    if not folder.is_dir() and not HUB_NAME.fullmatch(data.path):
-        raise ConfigError(f"{place} is neither a folder nor a name on the Hugging Face hub")
-    if saved and data.config is not None:
-        raise ConfigError(
-            f"data.config: {data.path} is a folder made by save_to_disk, which has no "
-            "configurations; leave it out"
-        )
+    is_saved = any((folder / name).is_file() for name in SAVED_FILES)
+    _check_path(data, folder, is_saved)
     try:
-        if saved:
+        if is_saved:
             splits = datasets.load_from_disk(str(folder))
         else:
             path = str(folder) if folder.is_dir() else data.path
@@ -104,10 +95,24 @@ def _load_splits(data: HuggingFace) -> dict[str, Any]:
         raise _unreadable(error, data) from None
     if not isinstance(splits, dict):
         raise ConfigError(
-            f"{place} holds one data set without splits; save a DatasetDict with the splits "
-            f"{data.train} and {data.test} (train_test_split makes one)"
+            f"data.path: {data.path} holds one data set without splits; save a DatasetDict with "
+            f"the splits {data.train} and {data.test} (train_test_split makes one)"
         )
     return splits
+
+
+def _check_path(data: HuggingFace, folder: Path, is_saved: bool) -> None:
+    """Refuse a path that cannot be loaded, and `config` for a saved folder, which has none."""
+    place = f"data.path: {data.path}"
+    if folder.is_file():
+        raise ConfigError(f"{place} is a file; give the folder that holds it")
+    if not folder.is_dir() and not HUB_NAME.fullmatch(data.path):
+        raise ConfigError(f"{place} is neither a folder nor a name on the Hugging Face hub")
+    if is_saved and data.config is not None:
+        raise ConfigError(
+            f"data.config: {data.path} is a folder made by save_to_disk, which has no "
+            "configurations; leave it out"
+        )
 
 
 def _unreadable(error: BaseException, data: HuggingFace) -> ConfigError:

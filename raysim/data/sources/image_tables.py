@@ -15,7 +15,7 @@ from raysim.config.sections.data import Data
 from raysim.data.dataset import Dataset, normalise_by_imagenet
 from raysim.data.images import cached, common_form, decode_images
 from raysim.data.own.natural_users import number_users
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, unreadable
 from raysim.spelling import lacking
 
 FORMAT = (
@@ -54,16 +54,14 @@ def load_users(data: Data) -> Dataset:
     is_file = path.is_file()
     folder = path.parent if is_file else path
     train, test = _rows_of_file(path) if is_file else _rows_of_folder(path)
-    classes = sorted({row.label for row in train})
-    numbers = {label: k for k, label in enumerate(classes)}
+    classes, y = np.unique([row.label for row in train], return_inverse=True)
+    known = set(classes.tolist())
     for row in test:
-        if row.label not in numbers:
+        if row.label not in known:
             raise ConfigError(f"{row.place}: class '{row.label}' has no training image")
     users_test = _users_of_test(test)
     x, x_test = _images(train, test, data.size, folder)
-    y, y_test = (
-        np.array([numbers[row.label] for row in half], dtype=np.int64) for half in (train, test)
-    )
+    y_test = np.searchsorted(classes, [row.label for row in test])
     numbered = number_users(
         np.array([row.user for row in train]),
         users_test,
@@ -76,7 +74,7 @@ def load_users(data: Data) -> Dataset:
         y,
         x_test,
         y_test,
-        tuple(classes),
+        tuple(classes.tolist()),
         *normalise_by_imagenet(x),
         **numbered._asdict(),
     )
@@ -114,12 +112,8 @@ def _version_of_images(rows: Sequence[ImageRow], folder: Path) -> str:
     """Return a text that changes with the images' places, sizes and times; all must exist."""
     listed = hashlib.sha256()
     for row in rows:
-        try:
+        with unreadable(f"{row.place}: image {row.path}"):
             status = row.path.stat()
-        except OSError as error:
-            raise ConfigError(
-                f"{row.place}: image {row.path} cannot be read: {error.strerror}"
-            ) from None
         listed.update(
             f"{os.path.relpath(row.path, folder)} {status.st_size} {status.st_mtime_ns}\n".encode()
         )

@@ -23,7 +23,7 @@ import numpy as np
 from raysim.config.sections.data import Data
 from raysim.data.dataset import Dataset
 from raysim.data.own.reading import make_dataset
-from raysim.errors import ConfigError, in_a_line
+from raysim.errors import ConfigError, in_a_line, unreadable
 from raysim.spelling import lacking
 
 logger = logging.getLogger("raysim")
@@ -152,17 +152,13 @@ def _clients(folder: Path, pattern: str, read: Read) -> list[Client]:
         raise ConfigError(f"data.path: {folder} has no {pattern[1:]} files")
     clients: dict[str | int, Client] = {}
     for file in files:
-        try:
+        with unreadable(f"data.path: {file}"):
             for client in read(file):
                 place = f"data.path: {file}: client '{client.user}'"
                 if client.user in clients:
                     raise ConfigError(f"{place} occurs twice in {folder.name}/")
                 _check_shapes(client, place)
                 clients[client.user] = client
-        except OSError as error:
-            raise ConfigError(
-                f"data.path: {file} cannot be read: {error.strerror or in_a_line(error)}"
-            ) from None
     with_examples = [client for client in clients.values() if len(client.y)]
     if not with_examples:
         raise ConfigError(f"data.path: the files in {folder} have no examples")

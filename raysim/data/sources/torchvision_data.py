@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +99,8 @@ def _half(cls: Any, data: TorchvisionData, root: Path, is_train: bool) -> Any:
     of_half = data.train_arguments if is_train else data.test_arguments
     ours = {"root": str(root), "download": data.download}
     arguments = {key: ours[key] for key in ours if key in known} | data.arguments | of_half
-    options: list[dict[str, Any]] = [{}]
-    if "train" in known:
-        options = [{"train": is_train}]
-    elif "split" in known and "split" not in of_half:
-        splits = ("train",) if is_train else TEST_SPLITS
-        options = [{"split": split} for split in splits]
     errors: list[BaseException] = []
-    for option in options:
+    for option in _options(known, of_half, is_train):
         try:
             return cls(**arguments, **option)
         except BaseException as error:
@@ -121,6 +116,17 @@ def _half(cls: Any, data: TorchvisionData, root: Path, is_train: bool) -> Any:
         f"data.dataset: {data.dataset} cannot be read from {root}: {reason}; set {download}"
         "data.root (or $RAYSIM_DATA) to the folder that holds it"
     )
+
+
+def _options(
+    known: Collection[str], given: Collection[str], is_train: bool
+) -> list[dict[str, Any]]:
+    """Return the arguments to try that select a half, beside those that are given for it."""
+    if "train" in known:
+        return [{"train": is_train}]
+    if "split" not in known or "split" in given:
+        return [{}]
+    return [{"split": split} for split in (("train",) if is_train else TEST_SPLITS)]
 
 
 def _examples(half: Any, place: str, split: str) -> tuple[Pictures, list[int]]:

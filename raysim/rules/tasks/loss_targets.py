@@ -47,8 +47,9 @@ def class_labels(loss: UserLoss, data: TaskData) -> tuple[int, tuple[int, ...]] 
         return None
     labels = np.union1d(data.y, data.y_test)
     classes = data.n_classes or _classes_beside_negative(labels)
-    inside = labels[(labels >= 0) & (labels < classes)]
-    outside = labels[(labels < 0) | (labels >= classes)]
+    is_inside = (labels >= 0) & (labels < classes)
+    inside = labels[is_inside]
+    outside = labels[~is_inside]
     if classes > MAX_CLASSES or not len(inside):
         return None
     if _is_marker(loss, inside, classes):
@@ -59,8 +60,7 @@ def class_labels(loss: UserLoss, data: TaskData) -> tuple[int, tuple[int, ...]] 
         return None
     if len(outside) > MAX_OUTSIDE_LABELS:
         return classes, ()
-    ignored = [int(label) for label in outside if _ignores(loss, int(label), inside, classes)]
-    return classes, tuple(ignored)
+    return classes, tuple(k for k in outside.tolist() if _ignores(loss, k, inside, classes))
 
 
 def _classes_beside_negative(labels: np.ndarray) -> int:

@@ -94,7 +94,7 @@ class Multilabel(LearningTask):
 
     def outputs(self, data: TaskData) -> int:
         """Return the number of labels. See `LearningTask.outputs`."""
-        return data.y.shape[1] if data.y.ndim == 2 else 1
+        return _columns(data)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the binary cross-entropy of each example, averaged over the labels, [B].
@@ -142,7 +142,7 @@ class Regression(LearningTask):
 
     def outputs(self, data: TaskData) -> int:
         """Return the number of columns. See `LearningTask.outputs`."""
-        return data.y.shape[1] if data.y.ndim == 2 else 1
+        return _columns(data)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the squared error of each example, averaged over the columns, [B].
@@ -255,6 +255,11 @@ RENUMBER = (
     "np.searchsorted(names, y) and np.searchsorted(names, y_test)"
 )
 """The fix for labels that are no numbers of classes."""
+
+
+def _columns(data: TaskData) -> int:
+    """Return the number of columns of targets [n, columns]; 1 for targets [n]."""
+    return data.y.shape[1] if data.y.ndim == 2 else 1
 
 
 def _as_labels(y: np.ndarray) -> str:
