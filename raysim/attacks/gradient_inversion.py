@@ -133,7 +133,8 @@ def invert(
             for restart in range(options.restarts)
         ]
         for observation, candidates in zip(group, zip(*starts, strict=True), strict=True):
-            cost, restart, images = min(candidates, key=_rank)
+            # Costs that are not finite come last.
+            cost, restart, images = min(candidates, key=lambda c: (not math.isfinite(c[0]), c[0]))
             reconstructions[observation.client] = judged(observation, cost, restart, images, pixels)
     return AttackResult(
         options,
@@ -170,11 +171,6 @@ def _descend(
 def _alike(observation: Observation) -> tuple[int, int]:
     """Return a key that is equal for observations that can share one batch."""
     return observation.base, len(observation.y)
-
-
-def _rank(candidate: Candidate) -> tuple[bool, float]:
-    """Return a key that sorts the lowest cost first and costs that are not finite last."""
-    return not math.isfinite(candidate[0]), candidate[0]
 
 
 def _refuse(plan: Plan, observations: Sequence[Observation]) -> None:

@@ -104,16 +104,16 @@ def offered_reference(group: EntryPointGroup, key: str, name: str, is_shipped: b
             point names a whole module.
     """
     points = entry_points(group, name)
-    owners = [distribution(point) for point in points]
-    if points and is_shipped:
+    if not points:
+        return None
+    owners = list(map(distribution, points))
+    if is_shipped:
         owners.insert(0, f"raysim {__version__}")
     if len(owners) > 1:
         raise ConfigError(
             f"{key}: '{name}' is {group.kind} of {' and of '.join(owners)}; uninstall all but one "
             f"of them, or give one as {points[0].value}"
         )
-    if not points:
-        return None
     if not points[0].attr:
         raise ConfigError(
             f"{key}: entry point '{name}' of {owners[0]} names the module {points[0].value}; it "

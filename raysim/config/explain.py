@@ -231,7 +231,7 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
     *above, last = path or [""]
     if kind in _UNKNOWN:
         hint = None if above else _in_a_section(last, model)
-        hint = hint or did_you_mean(last, _keys_at(model, above, raw))
+        hint = hint or did_you_mean(last, _fields(_section_at(model, above, raw)))
         return [], _whose(above, raw) + hint
     if kind in _MISSING:
         values = _choices_of_key(model, above, last, raw)
@@ -347,11 +347,6 @@ def _choices_of_key(model: Any, path: list[str], key: str, raw: Any) -> tuple[An
     field = _fields(_section_at(model, path, raw)).get(key)
     annotation = getattr(field, "annotation", None)
     return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
-
-
-def _keys_at(model: Any, path: list[str], raw: Any) -> list[str]:
-    """Return the keys of the section at a place of the configuration; [] if they are unknown."""
-    return list(_fields(_section_at(model, path, raw)))
 
 
 def _fields(model: Any) -> Mapping[str, Any]:

@@ -48,26 +48,24 @@ KeysOfBoth = Callable[[str, str, str], Iterable[str]]
 """(section, old name, new name) -> the keys that mean the same under both."""
 
 
-def find_config(source: str | Path, folder: Path | None = None) -> Path:
+def find_config(source: str | Path, folder: Path = Path()) -> Path:
     """Return the file of a configuration: a path, or the name of a shipped configuration.
 
     Args:
         source: path of a YAML file, or a name such as "gradma/mnist".
-        folder: folder that a relative path starts from; None: the working directory.
+        folder: folder that a relative path starts from; by default the working directory.
 
     Raises:
         ConfigError: there is neither such a file nor such a name.
     """
     text = str(source)
     files = shipped_files()
-    tried = [
-        (folder or Path()) / text,
-        files.get(text.removeprefix(FOLDER).removesuffix(".yaml")),
-    ]
-    for path in tried:
-        if path is not None and os.path.isfile(path):  # False, too, for what can be no path
+    given = folder / text
+    shipped_file = files.get(text.removeprefix(FOLDER).removesuffix(".yaml"))
+    for path in filter(None, (given, shipped_file)):
+        if os.path.isfile(path):  # False, too, for what can be no path
             return path
-    reason = "a folder" if os.path.isdir(tried[0] or "") else "neither a file nor a shipped one"
+    reason = "a folder" if os.path.isdir(given) else "neither a file nor a shipped one"
     raise ConfigError(
         f"no configuration '{source}': {reason} (`raysim list configs`){did_you_mean(text, files)}"
     )

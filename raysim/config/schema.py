@@ -145,8 +145,8 @@ class Config(Section):
         """The stages of uploads by configuration key, with those of groups that have their own."""
         chains = {"local.upload": self.local.upload}
         for name, group in self.groups.items():
-            if group.local.upload is not None:
-                chains[self.upload_key(name)] = group.local.upload
+            # The key of a group without stages of its own is there already.
+            chains.setdefault(self.upload_key(name), group.local.upload or ())
         return chains
 
     @property

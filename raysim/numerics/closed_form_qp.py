@@ -185,7 +185,8 @@ def _solve_one(
 
     G is the Gram matrix [4][4] of p, a, b and c.
     """
-    p_norm, *norms = _norms(G, finite)
+    # The norm of a vector that is not finite counts as 0.
+    p_norm, *norms = [sqrt(G[i][i]) if finite[i] else 0.0 for i in range(4)]
     largest = max(norms)
     if small and largest < SMALL_TENSOR_NORM:
         return [float(norm > 0.0) for norm in norms], 0
@@ -202,11 +203,6 @@ def _solve_one(
     best = _least_violated(*c, *b)
     active = sum(z > 0.0 for z in best)
     return [max(z, 0.0) * p_norm * inverse[i] for i, z in enumerate(best)], active
-
-
-def _norms(G: list[list[float]], finite: list[bool]) -> list[float]:
-    """Return the norms of p, a, b and c; 0 for a vector that is not finite."""
-    return [sqrt(G[i][i]) if finite[i] else 0.0 for i in range(4)]
 
 
 def _cosine(product: float, inverse_a: float, inverse_b: float) -> float:

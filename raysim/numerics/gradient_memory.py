@@ -224,7 +224,9 @@ def _add(row: Tensor, scale: float, delta: Tensor) -> float:
         torch.add(delta, row, alpha=scale, out=row)
         return 1.0
     total = torch.add(delta, row.to(delta.dtype), alpha=scale)
-    unit = _power_of_two_near(total) if row.dtype == torch.float16 else 1.0
+    unit = 1.0
+    if row.dtype == torch.float16:  # in which a power of two near the largest entry is the unit
+        unit = 2.0 ** frexp(float(total.abs().max()))[1]
     row.copy_(total if unit == 1.0 else total / unit)
     return unit
 
@@ -349,11 +351,6 @@ def _refresh_short(memory: Memory, rows: Tensor, p: Tensor, b: Array, segments: 
 def _length(memory: Memory) -> int:
     """Return P, the length of a row without its padding."""
     return int(memory["segments"].sum())
-
-
-def _power_of_two_near(row: Tensor) -> float:
-    """Return a power of two near the largest entry of a row, which then fits into float16."""
-    return 2.0 ** frexp(float(row.abs().max()))[1]
 
 
 def _decayed(scale: Array, beta2: float) -> Array:

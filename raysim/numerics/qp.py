@@ -51,6 +51,9 @@ SMALL_TENSOR_NORM = 2e-4
 RIDGE = 1e-12
 """Value added to the unit diagonal if columns are dependent."""
 
+TOLERANCE = 1e-13
+"""Multipliers and slacks above -1e-13 count as non-negative, for normalised p and columns."""
+
 MIN_CHOLESKY_PIVOT = 1e-10
 """Cholesky pivot up to which a column counts as linearly dependent."""
 
@@ -81,7 +84,7 @@ class QPInfo:
 
 
 def project_gram(
-    Q: ArrayLike, b: ArrayLike, p_norm: float, warm: ArrayLike | None = None, tol: float = 1e-13
+    Q: ArrayLike, b: ArrayLike, p_norm: float, warm: ArrayLike | None = None
 ) -> tuple[Array, QPInfo]:
     """Return the multipliers of the projection p + Mz by an active-set method.
 
@@ -93,7 +96,6 @@ def project_gram(
         b: Mᵀp, [C].
         p_norm: ‖p‖; 0 gives z = 0.
         warm: constraints that are active at the start, [C] bool; None: the violated ones.
-        tol: multipliers and slacks above -tol count as non-negative, for normalised p and columns.
 
     Returns:
         z, [C], with 0 for zero and non-finite columns, and the outcome.
@@ -101,7 +103,7 @@ def project_gram(
     Raises:
         ValueError: `p_norm` is not finite.
     """
-    return solve_dual(Q, b, p_norm, "exact", warm, tol)
+    return solve_dual(Q, b, p_norm, "exact", warm)
 
 
 def least_on_simplex(Q: ArrayLike) -> Array:
@@ -125,12 +127,11 @@ def solve_dual(
     p_norm: float,
     solver: Solver = "exact",
     warm: ArrayLike | None = None,
-    tol: float = 1e-13,
 ) -> tuple[Array, QPInfo]:
     """Return the multipliers of the projection by a selected solver.
 
     Results are those of `project_gram`. The solvers "ecos" (through cvxpy) and
-    "clarabel" ignore `warm` and `tol`. If they have no result, z is 0 and the status "failed".
+    "clarabel" ignore `warm`. If they have no result, z is 0 and the status "failed".
 
     Args:
         Q: MᵀM, [C, C].
@@ -138,7 +139,6 @@ def solve_dual(
         p_norm: ‖p‖; 0 gives z = 0.
         solver: a key of `SOLVERS`.
         warm: constraints that are active at the start, [C] bool; None: the violated ones.
-        tol: multipliers and slacks above -tol count as non-negative.
 
     Raises:
         ValueError: the solver is unknown, or `p_norm` is not finite.
@@ -159,14 +159,12 @@ def solve_dual(
     scale = norms[kept]
     cosines = Q[np.ix_(kept, kept)] / (scale[:, None] * scale)
     slack = (b[kept] / scale) / p_norm
-    if slack.min() >= -tol:
+    if slack.min() >= -TOLERANCE:
         return z, info
-    start = (
-        slack < -tol
-        if warm is None or not np.asarray(warm)[kept].any()
-        else np.asarray(warm, bool)[kept]
-    )
-    unit, status, iterations = SOLVERS[solver](cosines, slack, start, tol)
+    start = slack < -TOLERANCE
+    if warm is not None and np.asarray(warm)[kept].any():
+        start = np.asarray(warm, bool)[kept]
+    unit, status, iterations = SOLVERS[solver](cosines, slack, start)
     z[kept] = unit * (p_norm / scale)
     return z, replace(
         info,
@@ -309,15 +307,15 @@ def combine_infos(infos: Sequence[QPInfo]) -> QPInfo:
     )
 
 
-# Solvers map cosines [C, C] with unit diagonal, the slack [C] at z = 0, the active constraints at
-# the start [C] and a tolerance to z [C], a status and a number of iterations.
+# Solvers map cosines [C, C] with unit diagonal, the slack [C] at z = 0 and the active constraints
+# [C] at the start to z [C], a status and a number of iterations.
 
 
-def _exact(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, str, int]:
+def _exact(cosines: Array, slack: Array, start: Mask) -> tuple[Array, str, int]:
     """Try the solvers of this module in turn until the residual is accepted."""
     best, iterations = np.zeros(len(slack)), 0
     for attempt in (_block_pivoting, _nnls):
-        z, count = attempt(cosines, slack, start, tol)
+        z, count = attempt(cosines, slack, start)
         iterations += count
         if _residual(cosines, slack, z) <= MAX_ACCEPTED_RESIDUAL:
             return z, "optimal", iterations
@@ -325,13 +323,14 @@ def _exact(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array
     return best, "fallback", iterations
 
 
-def _block_pivoting(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, int]:
+def _block_pivoting(cosines: Array, slack: Array, start: Mask) -> tuple[Array, int]:
     """Exchange all infeasible indices at once; stop when their number no longer decreases."""
     passive, fewest, patience, iteration = start.copy(), len(slack) + 1, 5, 0
     while True:
         iteration += 1
         z = _passive_solution(cosines, slack, passive)
-        wrong = np.where(passive, z, cosines @ z + slack) < -tol * max(1.0, float(np.abs(z).max()))
+        below = -TOLERANCE * max(1.0, float(np.abs(z).max()))
+        wrong = np.where(passive, z, cosines @ z + slack) < below
         count = int(wrong.sum())
         fewest, patience = (count, 5) if count < fewest else (fewest, patience - 1)
         if not count or not patience:
@@ -339,7 +338,7 @@ def _block_pivoting(cosines: Array, slack: Array, start: Mask, tol: float) -> tu
         passive = passive ^ wrong
 
 
-def _nnls(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, int]:
+def _nnls(cosines: Array, slack: Array, start: Mask) -> tuple[Array, int]:
     """Solve min ‖Fz + h‖² over z ≥ 0 by SciPy (Lawson and Hanson 1974, chapter 23)."""
     from scipy.optimize import nnls
 
@@ -403,7 +402,7 @@ def _residual(cosines: Array, slack: Array, z: Array) -> float:
     return float(np.abs(np.minimum(z, cosines @ z + slack)).max())
 
 
-def _clarabel(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, str, int]:
+def _clarabel(cosines: Array, slack: Array, start: Mask) -> tuple[Array, str, int]:
     """Solve min ½ zᵀQz + bᵀz with -z + s = 0, s ≥ 0.
 
     Clarabel is called directly, because importing cvxpy also imports ECOS.
@@ -427,7 +426,7 @@ def _clarabel(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Ar
     )
 
 
-def _ecos(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, str, int]:
+def _ecos(cosines: Array, slack: Array, start: Mask) -> tuple[Array, str, int]:
     """Solve min ‖Fz + h‖² over z ≥ 0 with FᵀF = Q and Fᵀh = b, through cvxpy."""
     import cvxpy
 
@@ -454,7 +453,7 @@ def _answer(x: ArrayLike | None, status: str, iterations: int, size: int) -> tup
     return np.where(z > 1e-9, z, 0.0), status, iterations
 
 
-SOLVERS: dict[str, Callable[[Array, Array, Mask, float], tuple[Array, str, int]]] = {
+SOLVERS: dict[str, Callable[[Array, Array, Mask], tuple[Array, str, int]]] = {
     "exact": _exact,
     "ecos": _ecos,
     "clarabel": _clarabel,

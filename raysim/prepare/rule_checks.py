@@ -20,7 +20,7 @@ from raysim.errors import ConfigError, errors_begin
 from raysim.metrics import find_metric
 from raysim.models.flat import Model
 from raysim.prepare.privacy_checks import check_privacy
-from raysim.rules.contract import ClientRule, ServerRule, overridden
+from raysim.rules.contract import ClientRule, ServerRule, half_of, overridden
 from raysim.rules.errors.user_code import translate_errors
 from raysim.rules.methods import registry
 from raysim.rules.rule import Problem, place_of_metric
@@ -54,18 +54,18 @@ def _check_units(section: str, half: str, rule: ClientRule | ServerRule) -> None
             )
 
 
-def check_rule(section: str, half: str, rule: ClientRule | ServerRule, problem: Problem) -> None:
+def check_rule(section: str, rule: ClientRule | ServerRule, problem: Problem) -> None:
     """Let a rule check its hyper-parameters against the problem.
 
     Args:
         section: the section of the configuration that the rule comes from.
-        half: "client" or "server".
         rule: the client or server rule.
         problem: the facts about data, clients and net.
 
     Raises:
         ConfigError: the rule refuses the problem, or its `check` fails.
     """
+    half = half_of(rule)
     _check_units(section, half, rule)
     for key, upload in declared(getattr(rule, "sends", ())).items():
         if not problem.features and "F" in getattr(upload, "sizes", ()):
@@ -129,7 +129,7 @@ def check_groups(
         if config.groups[name].client is not None:
             by_place[f"groups.{name}.client"] = rule
     for place, rule in by_place.items():
-        check_rule(place, "client", rule, problem)
+        check_rule(place, rule, problem)
         check_privacy(config, rule, server, model)
         if overridden(rule, ["personal"]) and type(rule).personal is not type(client).personal:
             raise ConfigError(

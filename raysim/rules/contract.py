@@ -336,6 +336,15 @@ def normalised(weights: Iterable[float]) -> list[float]:
     return [w / total for w in weights]
 
 
+def half_of(rule: Rule) -> str:
+    """Return the half of a method that a rule is, "client" or "server".
+
+    Args:
+        rule: a client or server rule.
+    """
+    return "client" if isinstance(rule, ClientRule) else "server"
+
+
 def overridden(rule: ClientRule | ServerRule, names: Iterable[str]) -> list[str]:
     """Return which of these members a rule overrides.
 

@@ -127,16 +127,12 @@ class Rule:
         Args:
             t: number of the round, from 0.
         """
-        due = {
-            f.name: v
-            for f in dataclasses.fields(self)
-            if isinstance(v := getattr(self, f.name), list) and v and isinstance(v[0], tuple)
-        }
-        return (
-            dataclasses.replace(self, **{k: at_round(v, t) for k, v in due.items()})
-            if due
-            else self
-        )
+        due = {}
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, list) and value and isinstance(value[0], tuple):
+                due[entry.name] = at_round(value, t)
+        return dataclasses.replace(self, **due) if due else self
 
 
 SHIPPED_PACKAGE = "raysim.algorithms"

@@ -165,11 +165,11 @@ def test_each_of_the_exact_methods_stands_alone(name):
         columns -= 0.2 * p
         p, columns = p / np.linalg.norm(p), columns / np.linalg.norm(columns, axis=1)[:, None]
         slack = columns @ p
-        z, iterations = getattr(qp, name)(columns @ columns.T, slack, slack < 0, 1e-13)
+        z, iterations = getattr(qp, name)(columns @ columns.T, slack, slack < 0)
         assert np.abs(z - nnls(columns.T, -p)[0]).max() <= 1e-6
         assert iterations > 0
     duplicates = np.ones((3, 3))
-    z, _ = getattr(qp, name)(duplicates, -0.5 * np.ones(3), np.ones(3, bool), 1e-13)
+    z, _ = getattr(qp, name)(duplicates, -0.5 * np.ones(3), np.ones(3, bool))
     assert z.sum() == pytest.approx(0.5)
 
 

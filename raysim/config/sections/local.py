@@ -117,9 +117,10 @@ class Local(Section):
     @classmethod
     def _steps_or_epochs(cls, values: Any) -> Any:
         if isinstance(values, Mapping):
-            if values.get("steps") is not None and values.get("epochs") is not None:
+            n_missing = [values.get("steps"), values.get("epochs")].count(None)
+            if n_missing == 0:
                 raise ValueError("give either 'steps' or 'epochs', not both")
-            if values.get("steps") is None and values.get("epochs") is None:
+            if n_missing == 2:
                 values = {**values, "steps": 5}
         return values
 

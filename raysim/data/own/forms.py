@@ -317,7 +317,7 @@ def _is_pair(value: Any) -> bool:
 
 def _is_transformed(table: Any) -> bool:
     """Return whether a Hugging Face data set has a transform, of `set_transform`."""
-    return table.format["type"] == "custom" if hasattr(table, "format") else False
+    return getattr(table, "format", {}).get("type") == "custom"
 
 
 def _is_table(value: Any) -> bool:

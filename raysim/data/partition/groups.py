@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -81,8 +82,7 @@ def drops_last(config: Config, n_clients: int) -> np.ndarray:
         config: the configuration of the run.
         n_clients: N, the number of clients.
     """
-    of_group = [np.full(n_clients, local.drop_last) for local in local_of_groups(config)]
-    return by_group(of_group, group_members(config, n_clients))
+    return _by_group(config, n_clients, lambda local: np.full(n_clients, local.drop_last))
 
 
 def without_clients_without_batch(
@@ -136,11 +136,19 @@ def _have_batch(config: Config, sizes: np.ndarray) -> np.ndarray:
 
 def _configured_batch_sizes(config: Config, sizes: np.ndarray) -> np.ndarray:
     """Return the configured batch size of each client, [N]; "full": its number of examples."""
-    of_group = [
-        sizes if local.batch_size == "full" else np.full(len(sizes), local.batch_size)
-        for local in local_of_groups(config)
-    ]
-    return by_group(of_group, group_members(config, len(sizes)))
+
+    def of_group(local: Local) -> np.ndarray:
+        return sizes if local.batch_size == "full" else np.full(len(sizes), local.batch_size)
+
+    return _by_group(config, len(sizes), of_group)
+
+
+def _by_group(
+    config: Config, n_clients: int, value_of: Callable[[Local], np.ndarray]
+) -> np.ndarray:
+    """Return the value [N] that the local settings of each client's group give it."""
+    of_group = list(map(value_of, local_of_groups(config)))
+    return by_group(of_group, group_members(config, n_clients))
 
 
 def by_group(of_group: list[np.ndarray], members: np.ndarray | None) -> np.ndarray:

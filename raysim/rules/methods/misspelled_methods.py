@@ -29,9 +29,9 @@ def refuse_misspelled_methods(rule: type, section: str) -> None:
     family = next((c for c in rule.__mro__ if c.__name__ in ("ClientRule", "ServerRule")), None)
     if family is None or rule.__module__.startswith(family.__module__.partition(".")[0] + "."):
         return
-    contract = _public(dir(family))
+    contract = public_names(dir(family))
     for cls in rule.__mro__[: rule.__mro__.index(family)]:
-        for name in lacking(_public(vars(cls)), contract):
+        for name in lacking(public_names(vars(cls)), contract):
             value = vars(cls)[name]
             if not inspect.isroutine(value) and not isinstance(value, property):
                 continue
@@ -42,8 +42,12 @@ def refuse_misspelled_methods(rule: type, section: str) -> None:
                 )
 
 
-def _public(names: Iterable[str]) -> list[str]:
-    """Return the names that do not begin with an underscore."""
+def public_names(names: Iterable[str]) -> list[str]:
+    """Return the names that do not begin with an underscore.
+
+    Args:
+        names: names of attributes.
+    """
     return [name for name in names if not name.startswith("_")]
 
 

@@ -12,10 +12,11 @@ from raysim.config.references import load_object
 from raysim.config.schema import FEDAVG, Config
 from raysim.config.sections.base import Named
 from raysim.errors import ConfigError, errors_begin
-from raysim.rules.contract import Algorithm, ClientRule, ServerRule
+from raysim.rules.contract import Algorithm, ClientRule, ServerRule, half_of
 from raysim.rules.errors.user_code import class_defined_at
-from raysim.rules.methods.misspelled_methods import untyped
+from raysim.rules.methods.misspelled_methods import public_names, untyped
 from raysim.rules.methods.registry import (
+    RULES,
     build_part,
     discover,
     find_rule,
@@ -142,9 +143,8 @@ def _fix_of_pair(
         other: the rule that asks for them.
     """
     if is_shipped(rule):
-        half = "client" if isinstance(rule, ClientRule) else "server"
         listed = "; see `raysim list pairs`" if is_shipped(other) else ""
-        return f"; pair it with a {half} rule that does{listed}"
+        return f"; pair it with a {half_of(rule)} rule that does{listed}"
     near = [word for word in missing if difflib.get_close_matches(word, keys, n=1)]
     hint = f"; did you mean {_quoted(near)}?" if near else ""
     return f"; {has} {_quoted(keys)}{hint} ({class_defined_at(type(rule))})"
@@ -212,11 +212,9 @@ def _check_properties(section: str, rule: ClientRule | ServerRule) -> None:
     Raises:
         ConfigError: reading one raises any exception; names the rule and the property.
     """
-    kind, family = (
-        ("client", ClientRule) if isinstance(rule, ClientRule) else ("server", ServerRule)
-    )
-    for name in filter(lambda name: not name.startswith("_"), dir(family)):
-        failed = f"{section}.name: {name} of {kind} rule '{type(rule).name}' failed"
+    half = half_of(rule)
+    for name in public_names(dir(RULES[half])):
+        failed = f"{section}.name: {name} of {half} rule '{type(rule).name}' failed"
         with failing_as(lambda why, failed=failed: ConfigError(f"{failed}: {why}")):
             getattr(rule, name)
 

@@ -30,6 +30,7 @@ from raysim.rules.contract import (
     Algorithm,
     ClientRule,
     ServerRule,
+    half_of,
 )
 from raysim.rules.errors.user_code import class_defined_at
 from raysim.rules.methods.misspelled_methods import refuse_misspelled_methods, untyped
@@ -64,20 +65,10 @@ def discover() -> None:
             importlib.import_module(module.name)
 
 
-def _is_shipped(name: str) -> bool:
-    return name in {**CLIENT_RULES, **SERVER_RULES, **ALGORITHMS}
-
-
-def _is_offered(name: str) -> bool:
-    """Return whether another distribution has a method of this name."""
-    return entry_points.find_reference(entry_points.ALGORITHMS, name) is not None
-
-
 def _installed(section: str, name: str) -> Any:
     """Return what another distribution offers under a name, None if none does."""
-    return entry_points.load_offered(
-        entry_points.ALGORITHMS, f"{section}.name", name, _is_shipped(name)
-    )
+    is_shipped = name in {**CLIENT_RULES, **SERVER_RULES, **ALGORITHMS}
+    return entry_points.load_offered(entry_points.ALGORITHMS, f"{section}.name", name, is_shipped)
 
 
 def is_shipped(rule: Rule) -> bool:
@@ -86,8 +77,7 @@ def is_shipped(rule: Rule) -> bool:
     Args:
         rule: a client or server rule.
     """
-    registry = CLIENT_RULES if isinstance(rule, ClientRule) else SERVER_RULES
-    return registry.get(rule.name) is type(rule)
+    return REGISTRIES[half_of(rule)].get(rule.name) is type(rule)
 
 
 def is_tried(rule: Rule) -> bool:
@@ -117,7 +107,8 @@ def rule_reference(rule: type[Rule], algorithm: str) -> str:
     registry: Mapping[str, type] = CLIENT_RULES if issubclass(rule, ClientRule) else SERVER_RULES
     name = rule.name
     if registry.get(name) is rule:
-        return f"{rule.__module__}:{rule.__qualname__}" if _is_offered(name) else name
+        is_offered = entry_points.find_reference(entry_points.ALGORITHMS, name) is not None
+        return f"{rule.__module__}:{rule.__qualname__}" if is_offered else name
     if algorithm.startswith(python_objects.PREFIX):
         return python_objects.reference(rule)
     if "<locals>" in rule.__qualname__:
