@@ -22,7 +22,7 @@ from raysim.models.flat import Model
 from raysim.randomness import generator
 from raysim.rules import Batch, ClientRule, LocalData, Loss, task_loss
 from raysim.rules.contract import overridden
-from raysim.system.signals import reraise_stop
+from raysim.system.signals import failing_as, reraise_stop
 from raysim.training.messages import Broadcast
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.pure_task import PureTask
@@ -229,35 +229,37 @@ class GradientSimulator:
             ConfigError: they cannot be attacked at all.
         """
         x = self.starts(0)[:2]
-        reason = None if side_by_side else "asked for"
-        self.vmap = reason is None
-        if self.vmap:
-            try:
-                with warnings.catch_warnings():
-                    # torch warns if it would fall back to a slow loop.
-                    warnings.simplefilter("error")
-                    self.gradient(x)
-            except BaseException as error:
-                reraise_stop(error)
-                self.vmap, reason = False, in_a_line(error)
-        if not self.vmap:
+        reason = self._why_not_side_by_side(x) if side_by_side else "asked for"
+        self.vmap = not reason
+        if reason:
             logger.info("attack: one client after the other (%s)", reason)
         self._check_differentiable(x[0])
 
-    def _check_differentiable(self, images: Tensor) -> None:
-        """Check that the simulated gradient of one client is a differentiable function."""
-        subject = f"model '{self.name}'" if self.rule is None else f"client rule '{self.rule.name}'"
-        instead = "take another net" if self.rule is None else "use attacker=oblivious"
-        images = images.requires_grad_()
+    def _why_not_side_by_side(self, x: Tensor) -> str:
+        """Return why vmap cannot simulate the clients; "" if it can."""
+        self.vmap = True
         try:
-            sent = self._one(0)(images, self.y[0])
-            torch.autograd.grad(sent.sum(), images)
+            with warnings.catch_warnings():
+                # torch warns if it would fall back to a slow loop.
+                warnings.simplefilter("error")
+                self.gradient(x)
         except BaseException as error:
             reraise_stop(error)
-            raise ConfigError(
-                f"attacker: {subject} cannot be simulated as a differentiable function of the "
-                f"images ({in_a_line(error)}); {instead}"
-            ) from None
+            return in_a_line(error)
+        return ""
+
+    def _check_differentiable(self, images: Tensor) -> None:
+        """Check that the simulated gradient of one client is a differentiable function."""
+        subject, instead = f"model '{self.name}'", "take another net"
+        if self.rule is not None:
+            subject, instead = f"client rule '{self.rule.name}'", "use attacker=oblivious"
+        images = images.requires_grad_()
+        cannot = (
+            f"attacker: {subject} cannot be simulated as a differentiable function of the images"
+        )
+        with failing_as(lambda why: ConfigError(f"{cannot} ({why}); {instead}")):
+            sent = self._one(0)(images, self.y[0])
+            torch.autograd.grad(sent.sum(), images)
         if self.rule is not None and not torch.isfinite(sent).all():
             raise ConfigError(
                 f"attacker: what {subject} sends of one batch is not finite, or depends on all of "

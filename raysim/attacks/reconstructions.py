@@ -61,19 +61,23 @@ class AttackResult:
     @property
     def psnr(self) -> float:
         """Mean PSNR over images in dB, without those found exactly; NaN if there are no others."""
-        finite = [p for client in self.clients for p in client.psnr if math.isfinite(p)]
+        finite = list(filter(math.isfinite, self._of_images()))
         return statistics.fmean(finite) if finite else math.nan
 
     @property
     def median(self) -> float:
         """Median PSNR over images in dB, including those found exactly; NaN if there is none."""
-        values = [p for client in self.clients for p in client.psnr if not math.isnan(p)]
+        values = [p for p in self._of_images() if not math.isnan(p)]
         return statistics.median(values) if values else math.nan
 
     @property
     def exact(self) -> int:
         """Number of images that were found exactly."""
-        return sum(p == math.inf for client in self.clients for p in client.psnr)
+        return self._of_images().count(math.inf)
+
+    def _of_images(self) -> list[float]:
+        """Return the PSNR of each image of all clients."""
+        return [p for client in self.clients for p in client.psnr]
 
     @property
     def failed(self) -> list[int]:

@@ -320,13 +320,13 @@ def _in_a_section(word: str, model: type) -> str | None:
 
 def _dotted_keys(model: Any, above: str = "") -> list[str]:
     """Return the keys of the sections inside a section, with dots."""
-    keys = []
+    keys: dict[str, None] = {}
     for name, field in model.model_fields.items():
         for section in _sections(annotation_types(field.annotation)):
             inside = f"{above}{name}."
-            keys += [f"{inside}{key}" for key in section.model_fields]
-            keys += _dotted_keys(section, inside)
-    return list(dict.fromkeys(keys))
+            keys |= {f"{inside}{key}": None for key in section.model_fields}
+            keys |= dict.fromkeys(_dotted_keys(section, inside))
+    return list(keys)
 
 
 def _whose(path: list[str], raw: Any) -> str:

@@ -29,6 +29,7 @@ from typing import Any
 
 from raysim.config.distributions import distribution_of
 from raysim.errors import ConfigError
+from raysim.spelling import lacking
 
 logger = logging.getLogger("raysim")
 
@@ -44,6 +45,9 @@ UNREADABLE = "-holds-"
 # A class of a notebook or a script is pickled by its content, and the fields of a dataclass without
 # a default hold this mark, which is compared by identity.
 copyreg.pickle(type(dataclasses.MISSING), lambda mark: "MISSING")
+
+STATE_OF_MODULES = ("training", "_modules", "_parameters", "_buffers")
+"""Attributes of a module that are described otherwise, or do not count."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 COLLECTIONS = (tuple, list, set, frozenset, Mapping)
@@ -241,9 +245,8 @@ class _Description:
             values |= _references(function)
         for key, used in sorted(values.items()):
             named = getattr(used, "__name__", None) == key  # then the source says which it is
-            if named and not _is_users(used):
-                continue
-            if (content := self.content(used)) and not named:
+            content = b"" if named and not _is_users(used) else self.content(used)
+            if content and not named:
                 self.texts[f"{name}-{key}.txt"] = content
         return name
 
@@ -252,9 +255,8 @@ class _Description:
         lines = [repr(net).encode()]
         for path, module in net.named_modules():
             lines.append(f"{path}: ".encode() + self.content(type(module)))
-            for key, value in sorted(vars(module).items()):
-                if key in ("training", "_modules", "_parameters", "_buffers"):
-                    continue
+            for key in lacking(sorted(vars(module)), STATE_OF_MODULES):
+                value = vars(module)[key]
                 # Hooks are numbered in the order of a process, so the numbers do not count.
                 is_hooks = key.startswith("_") and isinstance(value, dict)
                 content = self.content(list(value.values()) if is_hooks else value)
@@ -301,9 +303,8 @@ def _references(function: FunctionType) -> dict[str, Any]:
         except ValueError:  # not assigned yet
             continue
     values.pop("__class__", None)
-    defaults = {str(k): v for k, v in enumerate(function.__defaults__ or ())}
-    defaults |= function.__kwdefaults__ or {}
-    return values | {f"default-{name}": value for name, value in defaults.items()}
+    defaults = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    return values | {f"default-{name}": value for name, value in defaults}
 
 
 def _of_array(value: Any) -> str:

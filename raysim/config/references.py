@@ -194,8 +194,9 @@ def read_code(where: str, key: str) -> Code:
         ConfigError: there is no such file.
     """
     path = _python_file(where)
-    known = _READ.get()
-    if known is not None and path in known:
+    read = _READ.get()
+    known = {} if read is None else read
+    if path in known:
         return known[path]
     if not os.path.isfile(path):  # False, too, for what can be no path
         raise ConfigError(f"{key}: there is no file '{where}' (seen from {Path.cwd()})")
@@ -205,8 +206,7 @@ def read_code(where: str, key: str) -> Code:
         if top.name != "raysim":  # which is not read a second time for one of its own files
             roots[top.parent] = lambda folder, name: name == top.name
     code = _install(*_collect_modules(path, re.sub(r"\W", "_", path.stem), roots))
-    if known is not None:
-        known[path] = code
+    known[path] = code
     return code
 
 

@@ -135,15 +135,14 @@ class ForgettingProbe(Probe):
         See `Probe.measure`.
         """
         broadcast = client.broadcast
-        past = request.clients
-        local_params = update.local_params
-        assert local_params is not None
-        buffers = update.report["buffers"]
-        measured = {"after": [_loss(trainer, local_params, buffers, i) for i in past]}
+        assert update.local_params is not None
+
+        def losses(w: Tensor, buffers: Tensor) -> list[float]:
+            return [_loss(trainer, w, buffers, i) for i in request.clients]
+
+        measured = {"after": losses(update.local_params, update.report["buffers"])}
         if request.before:
-            measured["before"] = [
-                _loss(trainer, broadcast.global_params, broadcast.buffers, i) for i in past
-            ]
+            measured["before"] = losses(broadcast.global_params, broadcast.buffers)
         if request.window:
             measured["fisher"] = [_fisher_correlation(trainer, client, request.window)]
         return measured

@@ -58,26 +58,31 @@ def check_resources(config: Config) -> None:
         ConfigError: the machine has too few GPUs or cores.
     """
     resources = config.resources
-    on_ray = resources.executor == "ray"
-    if on_ray and cluster_address(resources.address):
+    if resources.executor != "ray":
+        _check_gpus(resources.gpus, "")
+        if resources.server_on_gpu and not torch.cuda.device_count():
+            raise ConfigError("resources.server_gpus: this machine has no GPU; leave the key out")
         return
-    n_gpus = torch.cuda.device_count()
+    if cluster_address(resources.address):
+        return
+    actors = resources.actors
+    _check_gpus(resources.gpus * actors, f" ({resources.gpus:g} for each of {actors} actors)")
     n_cores = machine.cores()
-    requested_gpus = resources.gpus * (resources.actors if on_ray else 1)
-    if requested_gpus > n_gpus:
-        each = f" ({resources.gpus:g} for each of {resources.actors} actors)" if on_ray else ""
+    if resources.cpus > n_cores or actors * resources.cpus > MAX_ACTORS_PER_CORE * n_cores:
         raise ConfigError(
-            f"resources.gpus: the run requests {requested_gpus:g} GPUs in total{each}, but this "
-            f"machine has {n_gpus}; set resources.gpus=0, or set resources.address to use a cluster"
+            f"resources.actors: the run requests {actors} actors with {resources.cpus:g} CPUs "
+            f"each, but this machine has {n_cores} cores; lower resources.actors or "
+            "resources.cpus, or set resources.address to use a cluster"
         )
-    if not on_ray and resources.server_on_gpu and not n_gpus:
-        raise ConfigError("resources.server_gpus: this machine has no GPU; leave the key out")
-    requested_cores = resources.actors * resources.cpus
-    if on_ray and (resources.cpus > n_cores or requested_cores > MAX_ACTORS_PER_CORE * n_cores):
+
+
+def _check_gpus(requested: float, each: str) -> None:
+    """Refuse more GPUs than this machine has; `each` says who requests them."""
+    n_gpus = torch.cuda.device_count()
+    if requested > n_gpus:
         raise ConfigError(
-            f"resources.actors: the run requests {resources.actors} actors with "
-            f"{resources.cpus:g} CPUs each, but this machine has {n_cores} cores; lower "
-            "resources.actors or resources.cpus, or set resources.address to use a cluster"
+            f"resources.gpus: the run requests {requested:g} GPUs in total{each}, but this "
+            f"machine has {n_gpus}; set resources.gpus=0, or set resources.address to use a cluster"
         )
 
 

@@ -69,9 +69,11 @@ class Upload:
             if size not in SYMBOLS and not (isinstance(size, int) and size >= 0):
                 known = ", ".join(f'"{symbol}" ({text})' for symbol, text in SYMBOLS.items())
                 raise ValueError(f"Upload({self.shape!r}): sizes are integers, {known}")
-        if self.mode is None and not self.is_summable:
+        if self.is_summable:
+            return
+        if self.mode is None:
             object.__setattr__(self, "mode", "per_client")
-        if self.mode != "per_client" and not self.is_summable:
+        if self.mode != "per_client":
             raise ValueError(
                 f'Upload of {_name(self.dtype)} with mode "{self.mode}": only floats are added up; '
                 'give it the mode "per_client"'

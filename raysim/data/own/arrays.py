@@ -110,17 +110,17 @@ class ArrayReader:
 
     def _check_numbers(self, array: np.ndarray, values: Any, name: str) -> None:
         """Refuse arrays of anything but numbers."""
-        if array.dtype.kind == "O" and not array.ndim:
+        kind = array.dtype.kind
+        if kind == "O" and not array.ndim:
             dense = ", as .toarray() makes them" if hasattr(values, "toarray") else ""
             raise self.error(f"{name} is a {type(values).__name__}; give numbers{dense}")
-        if array.dtype.kind == "O":
+        if kind == "O":
             first = _first(array)
             fix = _numbering(name) if first else ", as .astype(float) makes of it"
             raise self.error(f"{name} is an array of Python objects{first}; give numbers{fix}")
-        if array.dtype.kind in "US":
-            raise self.error(f"{name} is of type {array.dtype}; give numbers{_numbering(name)}")
-        if array.dtype.kind not in "biuf":
-            raise self.error(f"{name} is of type {array.dtype}; give numbers")
+        if kind not in "biuf":
+            fix = _numbering(name) if kind in "US" else ""
+            raise self.error(f"{name} is of type {array.dtype}; give numbers{fix}")
 
     def _converted(self, array: np.ndarray, dtype: type, name: str) -> np.ndarray:
         """Return an array in another type; refuse values that are too large for it."""
@@ -174,10 +174,10 @@ class ArrayReader:
         pads_y = any(isinstance(y, list) for _, y in halves.values())
         if not pads_x and not pads_y:
             return dict(halves)  # pyright: ignore[reportReturnType]
+        ragged = "x" if pads_x else "y"
         longest = 0
         for suffix, (x, y) in halves.items():
-            of_half = self._longest(x, y if pads_y else None, suffix, "x" if pads_x else "y")
-            longest = max(longest, of_half)
+            longest = max(longest, self._longest(x, y if pads_y else None, suffix, ragged))
         padded: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
         for suffix, (x, y) in halves.items():
             if isinstance(x, list) and isinstance(y, np.ndarray):
@@ -202,13 +202,13 @@ class ArrayReader:
         if y is None:
             return max(lengths_x, default=0)
         lengths_y = self._lengths(y, f"y{suffix}", "y")
-        for k, (of_x, of_y) in enumerate(zip(lengths_x, lengths_y, strict=False)):
+        for k, (of_x, of_y) in enumerate(zip(lengths_x, lengths_y, strict=True)):
             if of_x != of_y:
                 raise self.error(
                     f"x{suffix}[{k}] has {of_x} tokens, y{suffix}[{k}] has {of_y}; give one target "
                     "for each token"
                 )
-        return max([*lengths_x, *lengths_y], default=0)
+        return max(lengths_x, default=0)
 
     def _check_tails(self, x: Sequences, y: np.ndarray, suffix: str) -> None:
         """Refuse targets as long as the longest inputs that have tokens where x has none."""

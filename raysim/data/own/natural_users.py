@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raysim.errors import ConfigError
+from raysim.spelling import lacking
 
 logger = logging.getLogger("raysim")
 
@@ -59,10 +60,10 @@ def number_users(
     names = tuple(map(str, in_order))
     if users_test is None:
         return Numbered(groups.astype(np.int32), None, names)
-    number = {name: k for k, name in enumerate(names)}
-    of_test = [str(user) for user in users_test]
-    if not number.keys() & set(of_test):
-        new = tuple(dict.fromkeys(of_test))
+    number = dict(zip(names, range(len(names)), strict=True))
+    of_test = list(map(str, users_test))
+    new = tuple(dict.fromkeys(lacking(of_test, number)))
+    if len(new) == len(set(of_test)):
         logger.info(
             "%s: no user of the test examples (%s) has training examples; those are of %s. The "
             "test examples are one test of new users, which no client has, and "
@@ -72,11 +73,10 @@ def number_users(
             listed(names),
         )
         return Numbered(groups.astype(np.int32), None, names, new)
-    for k, user in enumerate(of_test):
-        if user not in number:
-            raise ConfigError(
-                f"{test_place(k)} is of user '{user}', who has no training examples; leave out "
-                "this test example, or the users of all of them"
-            )
-    test_groups = np.array([number[user] for user in of_test], dtype=np.int32)
+    for user in new:
+        raise ConfigError(
+            f"{test_place(of_test.index(user))} is of user '{user}', who has no training "
+            "examples; leave out this test example, or the users of all of them"
+        )
+    test_groups = np.array(list(map(number.__getitem__, of_test)), dtype=np.int32)
     return Numbered(groups.astype(np.int32), test_groups, names)

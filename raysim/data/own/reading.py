@@ -101,13 +101,11 @@ def from_npz(data: Arrays) -> Dataset:
     arrays = read_arrays(path, "data.path", REQUIRED_ARRAYS, OPTIONAL_ARRAYS, advice)
     content: dict[str, Any] = {name: arrays[name] for name in REQUIRED_ARRAYS}
     for entry, keys in (("users", USER_KEYS), ("users_test", TEST_USER_KEYS)):
-        present = [key for key in keys if key in arrays]
-        if len(present) > 1:
+        if arrays.keys() >= set(keys):
             raise ConfigError(
                 f"data.path: {path} has both an array {keys[0]} and {keys[1]}; leave one out"
             )
-        if present:
-            content[entry] = arrays[present[0]]
+        content[entry] = arrays.get(keys[0], arrays.get(keys[1]))
     if "public_x" in arrays:
         content["public"] = (arrays["public_x"], arrays.get("public_y"))
     if data.classes is not None:
@@ -275,31 +273,26 @@ class _Reader(FormReader):
         users = users.numpy() if isinstance(users, torch.Tensor) else users
         # NumPy would turn a missing word of a list into the word "nan".
         users = np.asarray(users, dtype=object if isinstance(users, list | tuple) else None)
+        wanted = f"give one integer or text for each {split} example"
         if users.dtype.kind == "O" and users.ndim == 1:  # a column of a table
             for k, user in enumerate(users):
                 if not isinstance(user, str | int | np.integer):
-                    raise self.error(
-                        f"{key}[{k}] is {user!r}, a {type(user).__name__}; give one integer or "
-                        f"text for each {split} example"
-                    )
+                    raise self.error(f"{key}[{k}] is {user!r}, a {type(user).__name__}; {wanted}")
             users = np.array(users.tolist())
         if users.dtype.kind not in "biuUS" or users.ndim != 1:
-            raise self.error(
-                f"{key} is {users.dtype} {list(users.shape)}; give one integer or text for each "
-                f"{split} example"
-            )
+            raise self.error(f"{key} is {users.dtype} {list(users.shape)}; {wanted}")
         if len(users) != n:
             raise self.error(f"{key} has {len(users)} entries for {n} {split} examples")
         return users
 
     def groups(self, users: Any, users_test: Any, n: int, n_test: int) -> Numbered | None:
         """Return the number of each example's user in both halves, and names; None: no users."""
-        if users is None:
-            if users_test is not None:
-                raise self.error(
-                    "the test examples have users, but the training examples have none; give users"
-                )
+        if users is None and users_test is None:
             return None
+        if users is None:
+            raise self.error(
+                "the test examples have users, but the training examples have none; give users"
+            )
         of_training = self.users(users, n, "training")
         of_test = None if users_test is None else self.users(users_test, n_test, "test")
         return number_users(

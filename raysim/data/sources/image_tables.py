@@ -85,9 +85,9 @@ def _users_of_test(test: Sequence[ImageRow]) -> np.ndarray | None:
     users = [row.user for row in test]
     if not any(users):
         return None
-    for row in test:
-        if not row.user:
-            raise ConfigError(f"{row.place}: no user, but other test images have one")
+    if "" in users:
+        place = test[users.index("")].place
+        raise ConfigError(f"{place}: no user, but other test images have one")
     return np.array(users)
 
 

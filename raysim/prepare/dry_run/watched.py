@@ -18,9 +18,11 @@ from torch import Tensor
 from raysim.errors import ContractError
 from raysim.models.comparison import same_values
 from raysim.rules.batch import Batch
-from raysim.rules.contract import ClientRule, ServerRule
+from raysim.rules.contract import ClientRule, ServerRule, half_of, overridden
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
 from raysim.rules.errors.user_code import breach, described, place_of_error
+from raysim.rules.methods.misspelled_methods import public_names
+from raysim.rules.methods.registry import RULES
 
 AnyRule = TypeVar("AnyRule", ClientRule, ServerRule)
 
@@ -41,16 +43,13 @@ def watched(rule: AnyRule) -> AnyRule:
         rule: a client rule or a server rule.
     """
     cls = type(rule)
-    family = ClientRule if isinstance(rule, ClientRule) else ServerRule
-    methods = {
-        name: _watched(name, method, list(inspect.signature(contract).parameters)[1:])
-        for name, contract in inspect.getmembers(family, inspect.isfunction)
-        if not name.startswith("_")
-        and inspect.isfunction(method := inspect.getattr_static(cls, name))
-        and method is not contract
-        and name not in ("at", "check")
-    }
-    members = {**methods, "name": cls.name, "__setattr__": _refuse_assignment}
+    contract = dict(inspect.getmembers(RULES[half_of(rule)], inspect.isfunction))
+    members: dict[str, Any] = {"name": cls.name, "__setattr__": _refuse_assignment}
+    for name in overridden(rule, public_names(contract)):
+        method = inspect.getattr_static(cls, name)
+        if inspect.isfunction(method) and name not in ("at", "check"):
+            parameters = list(inspect.signature(contract[name]).parameters)[1:]
+            members[name] = _watched(name, method, parameters)
     copy = object.__new__(type(cls.__name__, (cls,), members))
     for key, value in vars(rule).items():
         object.__setattr__(copy, key, value)

@@ -122,13 +122,13 @@ def check_begin(rule: Rule, value: Any, x: Tensor, buffers: Tensor) -> None:
             f"returns {_kind(value)}; return the parameters and the BatchNorm statistics or None, "
             f"for example `{RETURNS['begin']}`",
         )
-    w, own_buffers = value[:2]
+    w, own_buffers, *state = value
     _check_like(rule, "begin", "w", w, x)
     if own_buffers is not None:
         _check_like(rule, "begin", "buffers", own_buffers, buffers)
-    if len(value) == 3:
-        check_tensors(rule, "begin", value[2])
-        if "w" in value[2]:
+    for tensors in state:
+        check_tensors(rule, "begin", tensors)
+        if "w" in tensors:
             raise breach(rule, "begin", 'returns "w" in its third part; it is the first one')
 
 
@@ -243,12 +243,11 @@ def check_predicted(rule: Rule, outputs: Any, expected: Sequence[int]) -> None:
     Raises:
         ContractError: it did not; names the rule, the method, its line and what to return.
     """
-    if not isinstance(outputs, Tensor) or list(outputs.shape) != list(expected):
-        shape = f" {list(outputs.shape)}" if isinstance(outputs, Tensor) else ""
+    shape = list(outputs.shape) if isinstance(outputs, Tensor) else ""
+    if shape != list(expected):
+        returned = f"{_kind(outputs)} {shape}".rstrip()
         raise breach(
-            rule,
-            "predict",
-            f"returns {_kind(outputs)}{shape}; return outputs, a tensor {list(expected)}",
+            rule, "predict", f"returns {returned}; return outputs, a tensor {list(expected)}"
         )
 
 

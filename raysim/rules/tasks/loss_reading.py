@@ -131,10 +131,9 @@ def _read(loss: UserLoss, shape: tuple[int, ...], y: Tensor, classes: int) -> Lo
             wide = (outputs - 0.5) * WIDE_OUTPUT
             value = value_or_none(loss, wide, targets)
             has_wide = value is not None and bool(torch.isfinite(value))
+            compared = (outputs, wide) if has_wide else (outputs,)
             for reading in _readings(loss, outputs, classes):
-                if not _explains(loss, reading, outputs, targets):
-                    continue
-                if not has_wide or _explains(loss, reading, wide, targets):
+                if all(_explains(loss, reading, at, targets) for at in compared):
                     return reading
             break
     return LossReading("alone", "batch")
@@ -156,17 +155,13 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 def _readings(loss: UserLoss, outputs: Tensor, classes: int) -> Iterator[LossReading]:
     """Yield readings that may explain a function, the usual ones first."""
-    ways: list[Literal["none", "alone"]] = ["alone"]
-    if loss.takes_reduction:
-        ways.insert(0, "none")
-    for way in ways:
+    ways: tuple[Literal["none", "alone"], ...] = ("none", "alone")
+    for way in ways if loss.takes_reduction else ways[1:]:
         yield LossReading(way)
         yield LossReading(way, "sum", "sum")
         yield LossReading(way, "mean", "sum")
-        if classes:
-            weighted = _weighted(loss, way, outputs[0], classes)
-            if weighted is not None:
-                yield weighted
+        if classes and (weighted := _weighted(loss, way, outputs[0], classes)) is not None:
+            yield weighted
 
 
 def _weighted(

@@ -65,9 +65,8 @@ def class_labels(loss: UserLoss, data: TaskData) -> tuple[int, tuple[int, ...]] 
 
 def _classes_beside_negative(labels: np.ndarray) -> int:
     """Return the number of classes of sorted labels; 0 unless some are negative and some not."""
-    if not len(labels) or labels[0] >= 0 or labels[-1] < 0:
-        return 0
-    return int(labels[-1]) + 1
+    has_both = len(labels) and labels[0] < 0 <= labels[-1]
+    return int(labels[-1]) + 1 if has_both else 0
 
 
 def _is_marker(loss: UserLoss, labels: np.ndarray, classes: int) -> bool:
@@ -78,9 +77,8 @@ def _is_marker(loss: UserLoss, labels: np.ndarray, classes: int) -> bool:
     if len(labels) == 1:
         return False
     last, classes_below = int(labels[-1]), int(labels[-2]) + 1
-    if last != classes - 1 or last == classes_below:
-        return False
-    return _ignores(loss, last, labels[:-1], classes_below)
+    is_apart = last == classes - 1 and last != classes_below
+    return is_apart and _ignores(loss, last, labels[:-1], classes_below)
 
 
 def ignored_token(loss: UserLoss, data: TaskData) -> int | None:
@@ -100,9 +98,8 @@ def ignored_token(loss: UserLoss, data: TaskData) -> int | None:
 
 def _takes_labels(loss: UserLoss, labels: np.ndarray, classes: int) -> bool:
     """Return whether a function takes labels [B] beside outputs [B, classes]."""
-    n = classes + 1  # so that no shape fits by chance
-    if n * classes > MAX_PROBE_NUMBERS:
-        n = max(2, MAX_PROBE_NUMBERS // classes)
+    # One more than classes, so that no shape fits by chance.
+    n = min(classes + 1, max(2, MAX_PROBE_NUMBERS // classes))
     y = torch.from_numpy(np.resize(labels, n).astype(np.int64))
     return any(value_or_none(loss, made_up((n, classes), dtype), y) is not None for dtype in TYPES)
 

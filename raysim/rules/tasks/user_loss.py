@@ -124,14 +124,13 @@ class UserLoss:
                 "the loss draws from torch's global generator, so a run could not be repeated; use "
                 "a loss without random numbers"
             )
-        if not changed and torch.allclose(first, second, 0, 0, equal_nan=True):
-            self._check_memory(outputs[: len(y) // 3], y[: len(y) // 3])
-            return
-        what = f"{changed[0]} of the loss changes" if changed else "the loss changes"
-        raise ValueError(
-            f"{what} when it is called, so that it would depend on which clients a worker trains; "
-            "use a loss without a state"
-        )
+        if changed or not torch.allclose(first, second, 0, 0, equal_nan=True):
+            what = " of ".join([*changed[:1], "the loss"])
+            raise ValueError(
+                f"{what} changes when it is called, so that it would depend on which clients a "
+                "worker trains; use a loss without a state"
+            )
+        self._check_memory(outputs[: len(y) // 3], y[: len(y) // 3])
 
     def _check_memory(self, outputs: Tensor, y: Tensor) -> None:
         """Check that a copy that has not been called gives the same loss of other examples."""
