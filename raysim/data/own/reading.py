@@ -147,10 +147,7 @@ class _Reader(FormReader):
         Raises:
             ConfigError: they have different numbers of examples, or others than the training half.
         """
-        if isinstance(x, tuple | list) and len(x) != n:
-            lengths = [len(v) if hasattr(v, "__array__") and v.ndim else None for v in x]
-            is_several = len(x) == len(like) if n is None else set(lengths) == {n}
-            x = {str(k): value for k, value in enumerate(x)} if is_several else x
+        x = _by_position(x, n, like)
         names = [entry.name for entry in like]
         if not isinstance(x, Mapping):
             if like:
@@ -159,19 +156,23 @@ class _Reader(FormReader):
         values = {str(key): value for key, value in x.items()}
         if values.keys() == set(names):
             values = {key: values[key] for key in names}
-        arrays = {key: self._one_input(value, f"{name}[{key!r}]") for key, value in values.items()}
-        lengths = {key: len(array) for key, array in arrays.items()}
-        if len(set(lengths.values())) != 1:
-            raise self.error(f"{name} has inputs with different numbers of examples: {lengths}")
-        try:
-            array, inputs = pack(arrays)
-        except ValueError as error:
-            raise self.error(f"{name}: {error}; number them from 0") from None
+        array, inputs = self._pack(values, name)
         if like and inputs != like:
             raise self.error(
                 f"{name} has the inputs {_inputs_text(inputs)}, and x has {_inputs_text(like)}"
             )
         return array, inputs
+
+    def _pack(self, values: Mapping[str, Any], name: str) -> tuple[np.ndarray, Inputs]:
+        """Return inputs by name as one array, and where they are in it."""
+        arrays = {key: self._one_input(value, f"{name}[{key!r}]") for key, value in values.items()}
+        lengths = {key: len(array) for key, array in arrays.items()}
+        if len(set(lengths.values())) != 1:
+            raise self.error(f"{name} has inputs with different numbers of examples: {lengths}")
+        try:
+            return pack(arrays)
+        except ValueError as error:
+            raise self.error(f"{name}: {error}; number them from 0") from None
 
     def _one_input(self, values: Any, name: str) -> np.ndarray:
         """Return one of several inputs as an array."""
@@ -420,6 +421,15 @@ def inputs_like(x: Any, dataset: Dataset) -> np.ndarray:
 def _length(y: Any) -> int | None:
     """Return the number of targets; None if they have none."""
     return len(y) if hasattr(y, "__len__") and getattr(y, "ndim", 1) else None
+
+
+def _by_position(x: Any, n: int | None, like: Inputs) -> Any:
+    """Return several inputs in a row by their positions; other x, such as rows, as they are."""
+    if not isinstance(x, tuple | list) or len(x) == n:
+        return x
+    lengths = [len(v) if hasattr(v, "__array__") and v.ndim else None for v in x]
+    is_several = len(x) == len(like) if n is None else set(lengths) == {n}
+    return {str(k): value for k, value in enumerate(x)} if is_several else x
 
 
 def _inputs_text(inputs: Inputs) -> str:
