@@ -84,7 +84,7 @@ WITH_OVERRIDES = ("run", "resume", "sweep", "bench")
 
 def _warn_of_repeated_keys(arguments: list[str]) -> None:
     """Warn of a key that is given twice with different values: the last one counts."""
-    if not arguments or arguments[0] not in WITH_OVERRIDES:
+    if next(iter(arguments), "") not in WITH_OVERRIDES:
         return
     seen: dict[str, str] = {}
     for key, equals, value in (word.partition("=") for word in arguments[1:]):
@@ -96,7 +96,7 @@ def _warn_of_repeated_keys(arguments: list[str]) -> None:
 
 def _key_with_dashes(arguments: list[str]) -> str:
     """Return the key that is written like an option, --KEY; "" if there is none."""
-    if not arguments or arguments[0] not in WITH_OVERRIDES:
+    if next(iter(arguments), "") not in WITH_OVERRIDES:
         return ""
     from raysim.config.schema import Config  # most commands do not need it
 

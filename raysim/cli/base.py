@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import platform
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.cells import cell_len
@@ -15,6 +16,7 @@ from rich.table import Table
 from raysim.cli.completion import complete_configuration, complete_override
 from raysim.cli.terminal import Terminal, say
 from raysim.errors import ConfigError
+from raysim.spelling import did_you_mean
 from raysim.version import __version__
 
 app = typer.Typer(
@@ -39,6 +41,9 @@ for name, group in (
 UNLIMITED_COLUMNS = 100_000
 """Width of a table that is not printed on a terminal."""
 
+NONE_GIVEN: list[Any] = []
+"""Default of arguments and options that may be repeated."""
+
 Configuration = Annotated[
     str,
     typer.Argument(
@@ -47,7 +52,7 @@ Configuration = Annotated[
     ),
 ]
 Overrides = Annotated[
-    list[str] | None,
+    list[str],
     typer.Argument(
         help="key=value with dots, e.g. local.lr=0.1 algorithm=fedavg",
         autocompletion=complete_override,
@@ -81,6 +86,30 @@ def _command_options(
     """Federated-learning simulation on Ray."""
 
 
+def facts_table(facts: Mapping[str, object]) -> Table:
+    """Return a table with a row for each fact, without a header.
+
+    Args:
+        facts: facts by their titles.
+    """
+    table = Table(show_header=False, box=None)
+    for title, fact in facts.items():
+        table.add_row(title, str(fact))
+    return table
+
+
+def rows_table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """Return a table of rows that have the same columns.
+
+    Args:
+        rows: texts by column, of each row; at least one row.
+    """
+    table = Table(*rows[0], box=None)
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    return table
+
+
 def print_table(table: Table, console: Terminal | None = None) -> None:
     """Print a table without cutting a word.
 
@@ -109,6 +138,22 @@ def print_table(table: Table, console: Terminal | None = None) -> None:
         whole.print(table, crop=False)
     for line in text.get().splitlines():
         say(line.rstrip(), file=console.file)
+
+
+def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
+    """Check that a word is one of several.
+
+    Args:
+        option: name of the option or the command, for the error.
+        value: the word that the user gave.
+        choices: the words that there are.
+
+    Raises:
+        ConfigError: it is none of them; the message names the nearest one.
+    """
+    choices = list(choices)
+    if value not in choices:
+        raise ConfigError(f"{option}: nothing called '{value}'{did_you_mean(value, choices)}")
 
 
 def check_picture(path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from raysim.cli.base import Configuration, Overrides, app, print_table
+from raysim.cli.base import NONE_GIVEN, Configuration, Overrides, app, print_table
 from raysim.cli.completion import complete_configuration, complete_override
 from raysim.cli.terminal import Terminal, say
 from raysim.errors import ConfigError
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 def bench(
     config: Configuration,
     overrides: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(
             help="key=value; keys given here are not varied", autocompletion=complete_override
         ),
-    ] = None,
+    ] = NONE_GIVEN,
     seconds: Annotated[float, typer.Option(min=0.1, help="seconds for each candidate")] = 5.0,
     blocks: Annotated[
         bool,
@@ -51,7 +51,7 @@ def bench(
     """Measure which executor, actors, GPU shares and blocks run a configuration fastest here."""
     from raysim.prepare.early_validation import validate_early
 
-    validate_early(config, overrides or [])
+    validate_early(config, overrides)
     from raysim.planning import bench as benches
 
     console = Terminal(as_json)
@@ -63,7 +63,7 @@ def bench(
         )
         console.print(f"{candidate.text or 'as given':64} {outcome}", soft_wrap=True)
 
-    best = benches.bench(config, overrides or [], seconds=seconds, blocks=blocks, tell=tell).best
+    best = benches.bench(config, overrides, seconds=seconds, blocks=blocks, tell=tell).best
     assert best is not None
     console.print(f"fastest: {best.text or 'as given'}", soft_wrap=True)
     if as_json:
@@ -78,12 +78,12 @@ def bench(
 def check_convergence(
     config: Configuration,
     overrides: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(
             help="key=value of the configuration; L=1.5: the smoothness constant, if known",
             autocompletion=complete_override,
         ),
-    ] = None,
+    ] = NONE_GIVEN,
     sample: Annotated[
         int | None,
         typer.Option(min=1, help="number of clients to estimate L from, drawn by the seed"),
@@ -99,7 +99,7 @@ def check_convergence(
     from raysim.prepare.early_validation import validate_early
 
     console = Terminal(as_json)
-    constants, changes = _split_overrides(overrides or [])
+    constants, changes = _split_overrides(overrides)
     if constants and sample:
         raise ConfigError("--sample: L is given, so it is not estimated; leave out one of the two")
     validate_early(config, changes)
@@ -239,9 +239,9 @@ def attack(
         ),
     ],
     overrides: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(help="key=value: cost=l2 attacker=adaptive iterations=2000 restarts=1 ..."),
-    ] = None,
+    ] = NONE_GIVEN,
     as_json: Annotated[
         bool, typer.Option("--json", help="last line of standard output: one JSON object")
     ] = False,
@@ -251,7 +251,7 @@ def attack(
 
     console = Terminal(as_json)
     with _AttackProgress(console) as progress:
-        result, folder = attacks.attack(run_dir, overrides or [], progress)
+        result, folder = attacks.attack(run_dir, overrides, progress)
     table = Table("client", "label", "cost", "PSNR (dB)", box=None)
     for client in result.clients:
         labels = " ".join(map(str, client.labels))
@@ -283,7 +283,7 @@ def privacy_match(
             autocompletion=complete_configuration,
         ),
     ],
-    overrides: Overrides = None,
+    overrides: Overrides = NONE_GIVEN,
     as_json: Annotated[
         bool, typer.Option("--json", help="last line of standard output: one JSON object")
     ] = False,
@@ -292,9 +292,7 @@ def privacy_match(
     from raysim.attacks import noise_matching as matches
 
     console = Terminal(as_json)
-    comparison = matches.match(
-        config, overrides or [], lambda line: console.print(line, soft_wrap=True)
-    )
+    comparison = matches.match(config, overrides, lambda line: console.print(line, soft_wrap=True))
     attackers = list(comparison.sides[0].attacks)
     table = Table(
         "method",
@@ -328,29 +326,28 @@ class _AttackProgress:
     """One live line on a terminal, a plain line every few seconds elsewhere."""
 
     def __init__(self, console: Terminal):
-        self.console, self.status = console, None
+        self.console = console
+        # It shows nothing where the output is not a terminal.
+        self.status = console.status("reading the run")
+        self.interval = 0.5 if console.is_terminal else 5
         self.began = self.last = time.monotonic()
 
     def __enter__(self) -> _AttackProgress:
-        if self.console.is_terminal:
-            self.status = self.console.status("reading the run")
-            self.status.start()
+        self.status.start()
         return self
 
     def __exit__(self, *stop: object) -> None:
-        if self.status:
-            self.status.stop()
+        self.status.stop()
 
     def __call__(self, done: int, total: int, costs: Tensor) -> None:
         now = time.monotonic()
         if done == 1:  # time before the first iteration does not count
             self.began = now
-        if now - self.last < (0.5 if self.status else 5) and done not in (1, total):
+        if now - self.last < self.interval and done not in (1, total):
             return
         self.last, seconds_left = now, (now - self.began) / max(done - 1, 1) * (total - done)
         status = f"iteration {done}/{total}  mean cost {float(costs.mean()):.4g}"
         status += f"  {seconds_left:.0f} s left" if 1 < done < total else ""
-        if self.status:
-            self.status.update(status)
-        else:
+        self.status.update(status)
+        if not self.console.is_terminal:
             self.console.print(status, soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raysim.cli.base import ledger_app
+from raysim.cli.base import NONE_GIVEN, ledger_app
 from raysim.cli.terminal import aside, say
 from raysim.errors import ConfigError
 
@@ -20,7 +20,7 @@ _MISSING = "FILE"
 File = Annotated[Path, typer.Argument(help="a ledger written by raysim sweep --ledger")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="the ledger to write")]
 Keys = Annotated[
-    list[str] | None,
+    list[str],
     typer.Argument(help="key=value that does not change results, e.g. data.root=/data"),
 ]
 
@@ -52,7 +52,7 @@ def merge(
 @ledger_app.command("check")
 def check(
     file: File,
-    keys: Keys = None,
+    keys: Keys = NONE_GIVEN,
     recompute: Annotated[
         int,
         typer.Option(
@@ -62,9 +62,9 @@ def check(
         ),
     ] = 0,
     where: Annotated[
-        list[str] | None,
+        list[str],
         typer.Option(help="KEY=VALUE: train again only such rows, e.g. algorithm=fedavg"),
-    ] = None,
+    ] = NONE_GIVEN,
 ) -> None:
     """List damaged, contradicting and outdated rows; exit with 1 if there are any."""
     from raysim.config.loading import parse_overrides
@@ -77,8 +77,6 @@ def check(
         problems.append(line)
         aside(line)
 
-    keys = keys or []
-    where = where or []
     unused = [*keys, *(f"--where {text}" for text in where)]
     if unused and not recompute:
         raise ConfigError(f"{unused[0]}: only for rows that are trained again; add --recompute 1")

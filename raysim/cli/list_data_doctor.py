@@ -9,9 +9,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from raysim.cli.base import app, check_picture, data_app, print_table, tracking_app
+from raysim.cli.base import (
+    NONE_GIVEN,
+    app,
+    check_choice,
+    check_picture,
+    data_app,
+    facts_table,
+    print_table,
+    rows_table,
+    tracking_app,
+)
 from raysim.cli.completion import PLACES, complete_listed
 from raysim.cli.pages import lists
 from raysim.cli.pages.key_page import key_page, print_keys
@@ -61,10 +70,7 @@ def list_(
         return
     if listing == "pairs":
         return _print_pairs(rows)
-    table = Table(*rows[0], box=None)
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    print_table(table)
+    print_table(rows_table(rows))
     if others:
         counts = ", ".join(f"{name} {number}" for name, number in Counter(others).items())
         say(
@@ -77,14 +83,14 @@ def _of_family(
     rows: list[CatalogueRow], family: str | None, listing: str | None
 ) -> tuple[list[CatalogueRow], list[str]]:
     """Return the rows of one family of methods, and the family of each that is left out unasked."""
-    families = sorted({row["family"] for row in rows if row.get("family")})
-    if family is None:
-        if listing != "algorithms":
-            return rows, []
+    families = {row.get("family", "") for row in rows} - {""}
+    if family is None and listing == "algorithms":
         from raysim.config.schema import GENERAL
 
         others = [row["family"] for row in rows if row["family"] not in ("", GENERAL)]
         return [row for row in rows if row["family"] in ("", GENERAL)], others
+    if family is None:
+        return rows, []
     if not families:
         raise ConfigError(
             "--family: is for lists of algorithms, clients and servers; `raysim list families` "
@@ -117,29 +123,23 @@ def _catalogue(listing: str) -> list[CatalogueRow]:
     """Return the rows of a list."""
     if listing == "datasets":  # as libraries of data sets call it
         listing = "data"
-    if listing not in LISTABLE:
-        if listing in (row["name"] for row in lists.rows("algorithms")):
-            raise ConfigError(
-                f"list: '{listing}' is an algorithm; its page: raysim list algorithms {listing}"
-            )
-        raise ConfigError(f"list: nothing called '{listing}'{did_you_mean(listing, LISTABLE)}")
+    if listing not in LISTABLE and listing in (row["name"] for row in lists.rows("algorithms")):
+        raise ConfigError(
+            f"list: '{listing}' is an algorithm; its page: raysim list algorithms {listing}"
+        )
+    check_choice("list", listing, LISTABLE)
     return lists.rows(listing)
 
 
 def _print_pairs(rows: list[CatalogueRow]) -> None:
     """Print the matrix of server rules (rows) and client rules (columns)."""
-    servers = [row["server"] for row in rows]
     widths = {client: len(client) for client in rows[0]}
-    widths["server"] = max(map(len, servers))
+    widths["server"] = max(len(row["server"]) for row in rows)
     say("  ".join(key.ljust(width) for key, width in widths.items()))
-    for row, server in zip(rows, servers, strict=True):
-        cells = [server.ljust(widths["server"])]
-        for column, name in row.items():
-            if column == "server":
-                continue
-            mark = name if name in ("", "x") else "*"
-            cells.append(mark.ljust(widths[column]))
-        say("  ".join(cells).rstrip())
+    for row in rows:
+        server, *names = row.values()
+        marks = [name if name in ("", "x") else "*" for name in names]
+        say("  ".join(map(str.ljust, [server, *marks], widths.values())).rstrip())
     say(
         "\n*: a named algorithm (raysim list algorithms)   x: runs as client=... server=...   "
         "empty: refused"
@@ -150,9 +150,9 @@ def _print_pairs(rows: list[CatalogueRow]) -> None:
 def sync(
     run_dir: Annotated[Path, typer.Argument(help="the run's folder")],
     also: Annotated[
-        list[str] | None,
+        list[str],
         typer.Option(help="send them to this tracker too: tensorboard or wandb"),
-    ] = None,
+    ] = NONE_GIVEN,
     new_run: Annotated[
         bool,
         typer.Option("--new-run", help="send all records to a new run; the former was deleted"),
@@ -162,13 +162,10 @@ def sync(
     from raysim.tracking import followers
     from raysim.tracking.late_sending import replay_spool
 
-    for name in also or []:
-        if name not in followers.FOLLOWERS:
-            raise ConfigError(
-                f"--also: nothing called '{name}'{did_you_mean(name, followers.FOLLOWERS)}"
-            )
+    for name in also:
+        check_choice("--also", name, followers.FOLLOWERS)
     say(f"{replay_spool(run_dir, new_run)} records sent")
-    for name, count in followers.catch_up(run_dir, also or []).items():
+    for name, count in followers.catch_up(run_dir, also).items():
         say(f"{count} records sent to {name}")
 
 
@@ -191,12 +188,8 @@ def export(
 
     from raysim.runs.artifacts import export as exports
 
-    for option, value, choices in (
-        ("--format", format, get_args(exports.Format)),
-        ("--which", which, get_args(exports.Which)),
-    ):
-        if value not in choices:
-            raise ConfigError(f"{option}: nothing called '{value}'{did_you_mean(value, choices)}")
+    check_choice("--format", format, get_args(exports.Format))
+    check_choice("--which", which, get_args(exports.Which))
     if out is not None and format == "mlflow":
         raise ConfigError("--out: a model in MLflow has no file; leave it out")
     if keep_adapters and format != "torch":
@@ -246,11 +239,9 @@ def show(
     if as_json:
         say(json.dumps(facts))
         return
-    table = Table(show_header=False, box=None)
     counts = facts.pop("counts")
     facts["users"] = facts.pop("groups") or "none"
-    for key, value in facts.items():
-        table.add_row(key, str(value))
+    table = facts_table(facts)
     for name, (train, test) in counts.items():
         table.add_row(f"class {name}", f"{train} train, {test} test")
     print_table(table)

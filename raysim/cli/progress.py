@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import TYPE_CHECKING
 
 from rich.progress import (
@@ -63,12 +64,10 @@ def notes_shown(console: Terminal) -> AbstractContextManager[None]:
     Args:
         console: where the notes are printed.
     """
-    printed: set[str] = set()
 
+    @cache
     def show(note: str) -> None:
-        if note not in printed:
-            console.print(f"note: {note}", soft_wrap=True)
-        printed.add(note)
+        console.print(f"note: {note}", soft_wrap=True)
 
     return startup_stages.shown_by(show, startup_stages.notes)
 
@@ -157,8 +156,10 @@ def _rounds_and_time(result: RunResult, done_before: int) -> str:
     total = result.config.rounds if result.early_stop else result.rounds
     asked = f" of {total}" if done != total else ""
     text = f"{done}{asked} round{'s'[: total != 1]} in {result.seconds:.1f} s"
+    from raysim.runs.result import total
+
     records = [record for record in result.history if record["round"] > done_before]
-    training = sum(record.get("system/round_seconds", 0.0) for record in records)
+    training = total(records, "system/round_seconds")
     if training:
         text += f", of which {min(training, result.seconds):.1f} s training"
     return text
@@ -166,14 +167,11 @@ def _rounds_and_time(result: RunResult, done_before: int) -> str:
 
 def _last_and_best(result: RunResult) -> list[str]:
     """Return the last and the best value of the metric that selects the best model, if any."""
-    from raysim.config.sections.evaluation import DEFAULT_BEST
-
-    best_by = result.config.evaluate.best or DEFAULT_BEST
+    best_by = result.config.evaluate.best_by
     name = best_by.metric
     evaluated = [record for record in result.history if name in record]
     if not evaluated:
         return []
-    select = min if best_by.mode == "min" else max
-    best = select(evaluated, key=lambda record: record[name])
+    best = best_by.select(evaluated, key=lambda record: record[name])
     last = evaluated[-1][name]
     return [f"{name} {last:.4f}, best {name} {best[name]:.4f} in round {best['round']:g}"]

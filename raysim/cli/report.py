@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from raysim.cli.base import check_picture, report_app
+from raysim.cli.base import NONE_GIVEN, check_choice, check_picture, report_app
 from raysim.cli.completion import complete_configuration, complete_experiment
 from raysim.cli.terminal import aside, say
 from raysim.errors import ConfigError
-from raysim.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from raysim.reports.runs import RunSource
@@ -27,8 +26,11 @@ _SPENT = "rounds, bytes, virtual-time or seconds"
 OF_COMMANDS = ("runs", "uri", "ledger", "where", "label", "form", "out", "log")
 """Parameters of commands that are no options of a kind of report."""
 
+NOT_IN_NAMES = {*OF_COMMANDS} - {"where"}
+"""Parameters that the name of a plot's file does not show as an option."""
+
 Runs = Annotated[
-    list[str] | None,
+    list[str],
     typer.Argument(
         help="experiments, or ids of runs (a sweep's id: its trials); with --ledger: "
         "experiments, default all",
@@ -36,11 +38,11 @@ Runs = Annotated[
     ),
 ]
 LedgerOption = Annotated[
-    list[Path] | None,
+    list[Path],
     typer.Option(help="a ledger to read instead of MLflow; several: --ledger A --ledger B"),
 ]
 Where = Annotated[
-    list[str] | None,
+    list[str],
     typer.Option(
         help="KEY=VALUE, KEY=VALUE,VALUE or KEY=0..4: report only such runs; may be repeated"
     ),
@@ -79,10 +81,10 @@ Log = Annotated[
 @report_app.command("table")
 def report_table(
     context: typer.Context,
-    runs: Runs = None,
+    runs: Runs = NONE_GIVEN,
     uri: Uri = None,
-    ledger: LedgerOption = None,
-    where: Where = None,
+    ledger: LedgerOption = NONE_GIVEN,
+    where: Where = NONE_GIVEN,
     metric: Annotated[
         str | None,
         typer.Option(
@@ -140,12 +142,12 @@ def report_table(
         ),
     ] = None,
     label: Annotated[
-        list[str] | None,
+        list[str],
         typer.Option(
             help="VALUE=NAME: show a value, parameter, metric or header under this name; also "
             "KEY=VALUE=NAME; may be repeated"
         ),
-    ] = None,
+    ] = NONE_GIVEN,
     form: Annotated[str, typer.Option("--format", help="markdown, csv or latex")] = "markdown",
     out: Annotated[Path | None, typer.Option(help="file to write instead of printing")] = None,
     log: Log = False,
@@ -154,10 +156,9 @@ def report_table(
     from raysim.reports.table_report import table_report
 
     suffixes = {"markdown": "md", "csv": "csv", "latex": "tex"}
-    if form not in suffixes:
-        raise ConfigError(f"--format: nothing called '{form}'{did_you_mean(form, suffixes)}")
+    check_choice("--format", form, suffixes)
     source, options = _source_and_options(context)
-    table = table_report(source, aside, **options, label=label or ())
+    table = table_report(source, aside, **options, label=label)
     text = getattr(table, form)()
     _say(text, out)
     if log:
@@ -167,10 +168,10 @@ def report_table(
 @report_app.command("curves")
 def report_curves(
     context: typer.Context,
-    runs: Runs = None,
+    runs: Runs = NONE_GIVEN,
     uri: Uri = None,
-    ledger: LedgerOption = None,
-    where: Where = None,
+    ledger: LedgerOption = NONE_GIVEN,
+    where: Where = NONE_GIVEN,
     metric: MetricOption = None,
     group: GroupOption = None,
     panels: Annotated[
@@ -196,10 +197,10 @@ def report_sweep(
             "a column or row for each combination of values"
         ),
     ] = None,
-    runs: Runs = None,
+    runs: Runs = NONE_GIVEN,
     uri: Uri = None,
-    ledger: LedgerOption = None,
-    where: Where = None,
+    ledger: LedgerOption = NONE_GIVEN,
+    where: Where = NONE_GIVEN,
     metric: MetricOption = None,
     statistic: Annotated[
         str | None,
@@ -218,12 +219,12 @@ def report_sweep(
         typer.Option(help="of a heatmap: a paper's figures in brackets, as in report table"),
     ] = None,
     label: Annotated[
-        list[str] | None,
+        list[str],
         typer.Option(
             help="VALUE=NAME, of a heatmap: show a value, a parameter or the metric under this "
             "name; may be repeated"
         ),
-    ] = None,
+    ] = NONE_GIVEN,
     out: Picture = None,
     log: Log = False,
 ) -> None:
@@ -238,10 +239,10 @@ def report_sweep(
 def report_sensitivity(
     context: typer.Context,
     keys: Annotated[str, typer.Option(help="KEY,KEY: the parameters to compare")],
-    runs: Runs = None,
+    runs: Runs = NONE_GIVEN,
     uri: Uri = None,
-    ledger: LedgerOption = None,
-    where: Where = None,
+    ledger: LedgerOption = NONE_GIVEN,
+    where: Where = NONE_GIVEN,
     metric: MetricOption = None,
     statistic: Annotated[
         str,
@@ -263,10 +264,10 @@ def report_sensitivity(
 def report_speedup(
     context: typer.Context,
     target: Annotated[float, typer.Option(help="value of the metric to reach")],
-    runs: Runs = None,
+    runs: Runs = NONE_GIVEN,
     uri: Uri = None,
-    ledger: LedgerOption = None,
-    where: Where = None,
+    ledger: LedgerOption = NONE_GIVEN,
+    where: Where = NONE_GIVEN,
     metric: Annotated[
         str, typer.Option(help="metric whose last value in a run counts")
     ] = "theory/grad_norm2_mean",
@@ -287,16 +288,16 @@ def report_claims(
         ),
     ],
     runs: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(
             help="experiments, or ids of runs; default: the configuration's experiment",
             autocompletion=complete_experiment,
         ),
-    ] = None,
+    ] = NONE_GIVEN,
     uri: Annotated[
         str | None, typer.Option(help="tracking store; default: the configuration's")
     ] = None,
-    ledger: LedgerOption = None,
+    ledger: LedgerOption = NONE_GIVEN,
     figures: Annotated[Path, typer.Option(help="folder for the plots")] = Path(),
     out: Annotated[
         Path | None, typer.Option(help="file to write the table to, instead of printing it")
@@ -316,7 +317,7 @@ def report_claims(
             f"--figures: cannot create {figures}: {error.strerror}; name another folder"
         ) from None
     _refuse_to_keep(ledger, log)
-    source = claim_section.runs_of_claims(config, runs, uri, ledger or ())
+    source = claim_section.runs_of_claims(config, runs, uri, ledger)
     report = claims_report(source, aside, config=config)
     drawn = _written(figures, report.plot)
     _say(report.text, out)
@@ -347,8 +348,7 @@ def _source_and_options(context: typer.Context) -> tuple[RunSource, dict[str, An
 
     values = context.params
     _refuse_to_keep(values["ledger"], values.get("log", False))
-    lists = {key: values[key] or () for key in ("runs", "ledger", "where")}
-    source = RunSource(lists["runs"], values["uri"], lists["ledger"], lists["where"])
+    source = RunSource(values["runs"], values["uri"], values["ledger"], values["where"])
     return source, {key: values[key] for key in values if key not in OF_COMMANDS}
 
 
@@ -360,12 +360,11 @@ def _picture(context: typer.Context, report: str) -> Path:
         report: name of the report.
     """
     values = context.params
-    names = values["runs"] or [file.stem for file in values["ledger"] or ()]
+    names = values["runs"] or [file.stem for file in values["ledger"]]
     parts = [*(Path(name).name for name in names), report]
     for option in context.command.params:
         value = values.get(option.name)
-        is_of_plot = option.name == "where" or option.name not in OF_COMMANDS
-        if is_of_plot and value not in (None, (), option.default):
+        if option.name not in NOT_IN_NAMES and value not in (None, option.default):
             parts.append(_in_a_name(option.name, value))
     return Path(f"{'-'.join(parts)}.png")
 
@@ -379,7 +378,7 @@ def _in_a_name(option: str, value: str | float | bool | Sequence[str]) -> str:
     return re.sub(r"[^\w.]+", "_", value if isinstance(value, str) else "_".join(value))
 
 
-def _refuse_to_keep(ledger: Sequence[Path] | None, log: bool) -> None:
+def _refuse_to_keep(ledger: Sequence[Path], log: bool) -> None:
     if ledger and log:
         raise ConfigError(
             "--to-mlflow: a report from a ledger does not use MLflow; leave out one of the two"

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from raysim.cli.base import Configuration, Overrides, app, print_table
+from raysim.cli.base import NONE_GIVEN, Configuration, Overrides, app, facts_table, print_table
 from raysim.cli.progress import RunProgress, notes_shown, preparing, summary
 from raysim.cli.terminal import Terminal, say
 from raysim.errors import ClientError, ConfigError, counted, round_name
@@ -20,12 +19,14 @@ from raysim.imports import uncollected
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan
+    from raysim.engine.state.checkpoint import Checkpoint
+    from raysim.runs.tracked_start import ForkOrigin
 
 
 @app.command()
 def run(
     config: Configuration,
-    overrides: Overrides = None,
+    overrides: Overrides = NONE_GIVEN,
     as_json: Annotated[
         bool, typer.Option("--json", help="last line of standard output: one JSON object")
     ] = False,
@@ -42,7 +43,7 @@ def run(
 
     console = Terminal(as_json)
     try:
-        validate_early(config, overrides or [])
+        validate_early(config, overrides)
         if not (print_config or dry_run):
             connection.start()  # beside the import of torch
         with uncollected():
@@ -51,10 +52,10 @@ def run(
 
         shown = nullcontext() if print_config or dry_run else notes_shown(console)
         with shown, nullcontext() if print_config else preparing(console, config):
-            plan = prepare(config, overrides or [])
+            plan = prepare(config, overrides)
         check_address(plan.config)
     except ConfigError as error:
-        if several := _keys_of_sweeps(overrides or []):
+        if several := _keys_of_sweeps(overrides):
             raise ConfigError(
                 f"{error} (several values of {several[0]} make a sweep: raysim sweep)"
             ) from None
@@ -71,7 +72,7 @@ def run(
 @app.command()
 def resume(
     run: Annotated[str, typer.Argument(help="folder of the run, or its MLflow id")],
-    overrides: Overrides = None,
+    overrides: Overrides = NONE_GIVEN,
     fork: Annotated[
         bool,
         typer.Option(
@@ -95,29 +96,32 @@ def resume(
 
     console = Terminal(as_json)
     with preparing(console, run):
-        reopened = forked(run, overrides or []) if fork else (*reopen(run, overrides or []), None)
+        reopened = forked(run, overrides) if fork else (*reopen(run, overrides), None)
+    saved = reopened[2]
+    console.print(
+        f"resumes after round {saved.facts['round']}" if saved else "no checkpoint: begins again"
+    )
     _execute_and_print(as_json, console, *reopened)
 
 
-def _execute_and_print(as_json: bool, console: Terminal, plan: Plan, *reopened: Any) -> None:
-    """Execute a plan, show its progress and print its result."""
+def _execute_and_print(
+    as_json: bool,
+    console: Terminal,
+    plan: Plan,
+    folder: Path | None = None,
+    saved: Checkpoint | None = None,
+    origin: ForkOrigin | None = None,
+) -> None:
+    """Execute a plan as `execute` does, show its progress and print its result."""
     from raysim.runs.run import execute
     from raysim.tracking import ui
 
-    if reopened:
-        saved = reopened[1]
-        console.print(
-            f"resumes after round {saved.facts['round']}"
-            if saved
-            else "no checkpoint: begins again"
-        )
     try:
         with RunProgress(plan, console) as progress:
-            done = execute(plan, *reopened, progress=progress)
+            done = execute(plan, folder, saved, origin, progress=progress)
     except KeyboardInterrupt as stop:
-        say(f"stopped; {_what_is_left(plan, reopened)}", file=sys.stderr)
+        say(f"stopped; {_what_is_left(plan, folder)}", file=sys.stderr)
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from None
-    saved = reopened[1] if reopened else None
     console.print(summary(done, saved.facts["round"] if saved else 0), soft_wrap=True)
     console.print(f"run directory  {done.run_dir}", soft_wrap=True)
     console.print(f"digest         {done.digest}", soft_wrap=True)
@@ -128,11 +132,11 @@ def _execute_and_print(as_json: bool, console: Terminal, plan: Plan, *reopened: 
         say(json.dumps(done.as_object()))
 
 
-def _what_is_left(plan: Plan, reopened: tuple) -> str:
-    """Return a text on how a stopped run can be resumed."""
+def _what_is_left(plan: Plan, folder: Path | None) -> str:
+    """Return a text on how a stopped run can be resumed; a new one has no folder yet."""
     from raysim.runs.run_dir import how_to_continue, latest_run_dir
 
-    folder = reopened[0] if reopened else latest_run_dir(plan)
+    folder = folder or latest_run_dir(plan)
     return how_to_continue(folder) if folder is not None else "nothing had begun"
 
 
@@ -147,41 +151,33 @@ def _dry_run(plan: Plan, console: Terminal) -> None:
     c = plan.config
     sizes = plan.clients.sizes
     blocks = -(-c.schedule.size // plan.block_size)
-    table = Table(show_header=False, box=None)
-    for title, text in _method_rows(plan).items():
-        table.add_row(title, text)
-    table.add_row("model", f"{c.model.name}, {plan.problem.size:,} parameters")
-    table.add_row(
-        "clients",
+    facts = _method_rows(plan)
+    facts["model"] = f"{c.model.name}, {plan.problem.size:,} parameters"
+    facts["clients"] = (
         f"{len(plan.clients)}, samples min {sizes.min()}, median {int(np.median(sizes))}, "
-        f"max {sizes.max()}",
+        f"max {sizes.max()}"
     )
     for number, (start, lists) in enumerate(plan.clients.phases):
         of_phase = lists.sizes
-        table.add_row(
-            f"phase {number}",
+        facts[f"phase {number}"] = (
             f"from round {start}, {np.count_nonzero(of_phase)} clients with samples, median "
-            f"{int(np.median(of_phase))}, max {of_phase.max()}",
+            f"{int(np.median(of_phase))}, max {of_phase.max()}"
         )
     if held_out := len(plan.clients.validation):
-        table.add_row("validation", f"{held_out} samples that no client has")
-    table.add_row(
-        "round",
-        f"{counted(c.schedule.size, 'client')} in {counted(blocks, 'block')} ({plan.mode})",
+        facts["validation"] = f"{held_out} samples that no client has"
+    facts["round"] = (
+        f"{counted(c.schedule.size, 'client')} in {counted(blocks, 'block')} ({plan.mode})"
     )
     s = c.schedule
     flight = (
         f", {s.places(int((sizes > 0).sum()))} clients in flight" if isinstance(s, InFlight) else ""
     )
-    table.add_row("schedule", f"{s.name}{flight}, client speeds {s.client_speeds.name}")
-    table.add_row(
-        "traffic",
-        f"{bytes_down / 1e6:.3g} MB down, {bytes_up / 1e6:.3g} MB up for each client",
-    )
-    table.add_row("on a GPU", try_captures(plan))
-    table.add_row("one client", f"{seconds:.3g} s here (with warming up)")
-    table.add_row("fingerprint", plan.config.fingerprint)
-    print_table(table, console)
+    facts["schedule"] = f"{s.name}{flight}, client speeds {s.client_speeds.name}"
+    facts["traffic"] = f"{bytes_down / 1e6:.3g} MB down, {bytes_up / 1e6:.3g} MB up for each client"
+    facts["on a GPU"] = try_captures(plan)
+    facts["one client"] = f"{seconds:.3g} s here (with warming up)"
+    facts["fingerprint"] = plan.config.fingerprint
+    print_table(facts_table(facts), console)
 
 
 def _method_rows(plan: Plan) -> dict[str, str]:

@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from raysim.cli.base import app, print_table
+from raysim.cli.base import NONE_GIVEN, app, print_table
 from raysim.cli.completion import complete_configuration, complete_override
 from raysim.cli.progress import notes_shown, preparing
 from raysim.cli.terminal import Terminal, aside, say
@@ -26,9 +26,9 @@ from raysim.runs.progress import times
 from raysim.system import startup_stages
 
 if TYPE_CHECKING:
-    from raysim.ledger.ledger_row import Row
     from raysim.sweeps.definition import Sweep, Trial
     from raysim.sweeps.summary import SweepResult
+    from raysim.sweeps.sweep_ledger import NoLedger
 
 
 @app.command()
@@ -41,7 +41,7 @@ def sweep(
         ),
     ],
     overrides: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(
             help="key=value, or several values: local.lr=0.1,0.01 seed=0..4 (both ends included); "
             "at random: 'local.lr=loguniform(1e-3,1)', uniform, randint, choice, with "
@@ -49,7 +49,7 @@ def sweep(
             "sweep.early_stopping.metric=accuracy",
             autocompletion=complete_override,
         ),
-    ] = None,
+    ] = NONE_GIVEN,
     parallel: Annotated[
         int | None, typer.Option(min=1, help="trials that run at once; default: as many as fit")
     ] = None,
@@ -57,20 +57,20 @@ def sweep(
         str | None, typer.Option("--dir", help="folder of the trials; default runs")
     ] = None,
     ledgers: Annotated[
-        list[Path] | None,
+        list[Path],
         typer.Option(
             "--ledger",
             help="file with one row per finished run; runs with a row are not trained, and new "
             "rows are appended",
         ),
-    ] = None,
+    ] = NONE_GIVEN,
     where: Annotated[
-        list[str] | None,
+        list[str],
         typer.Option(
             help="KEY=VALUE: only the trials with this value, e.g. algorithm=fedavg or seed=1,2; "
             "may be repeated"
         ),
-    ] = None,
+    ] = NONE_GIVEN,
     as_json: Annotated[
         bool, typer.Option("--json", help="last line of standard output: one JSON object")
     ] = False,
@@ -82,34 +82,32 @@ def sweep(
     from raysim.sweeps.reading import validate_sweep_early
     from raysim.tracking.mlflow_process import connection
 
-    if ledgers and len(ledgers) > 1:
+    if len(ledgers) > 1:
         several = " ".join(map(str, ledgers))
         raise ConfigError(
             f"--ledger: a sweep writes into one ledger, and {len(ledgers)} are given; merge them "
             f"first: raysim ledger merge {several} -o NEW"
         )
-    ledger = ledgers[0] if ledgers else None
     console = Terminal(as_json)
-    validate_sweep_early(config, overrides or [])
+    validate_sweep_early(config, overrides)
     if not dry_run:
         connection.start()  # beside the import of torch
     with uncollected():
         from raysim.sweeps.preparation import prepare_sweep
         from raysim.sweeps.runner import run_sweep
-        from raysim.sweeps.sweep_ledger import SweepLedger
+        from raysim.sweeps.sweep_ledger import NoLedger, SweepLedger
 
     with notes_shown(console), preparing(console, "checking the trials"):
-        planned = prepare_sweep(config, overrides or [], folder, where or [])
-        book = None if ledger is None else SweepLedger(ledger, planned, aside)
-    if book and book.note:
+        planned = prepare_sweep(config, overrides, folder, where)
+        book = SweepLedger(ledgers[0], planned, aside) if ledgers else NoLedger()
+    if book.note:
         aside(book.note)
-    taken = book.taken if book else None
     if dry_run:
-        _list_trials(planned, taken, console)
+        _list_trials(planned, book, console)
         return
     done: SweepResult | None = None
     try:
-        with _SweepProgress(planned, taken, console) as progress:
+        with _SweepProgress(planned, book, console) as progress:
             done = run_sweep(planned, parallel, progress, book)
     except KeyboardInterrupt as stop:
         say(
@@ -124,7 +122,7 @@ def sweep(
         raise typer.Exit(1)
 
 
-def _list_trials(planned: Sweep, taken: Mapping[Path, Row] | None, console: Terminal) -> None:
+def _list_trials(planned: Sweep, ledger: NoLedger, console: Terminal) -> None:
     """Print a table of the trials, with the file's value where a trial does not vary a key.
 
     A trial that is left alone shows all keys that the file varies.
@@ -142,20 +140,20 @@ def _list_trials(planned: Sweep, taken: Mapping[Path, Row] | None, console: Term
             else:
                 name = full_name(key, trial.params)
                 values.append(trial.params[name] if name else "–")
-        state = "ledger" if trial.folder in (taken or {}) else "done" if planned.done(trial) else ""
+        state = "ledger" if trial.folder in ledger.taken else "done" if planned.done(trial) else ""
         table.add_row(state, *values, trial.folder.name)
     print_table(table, console)
     console.print(
         f"folders are in {os.path.relpath(planned.trials[0].folder.parent)}", soft_wrap=True
     )
-    console.print(_size(planned, taken))
+    console.print(_size(planned, ledger))
 
 
-def _size(planned: Sweep, taken: Mapping[Path, Row] | None) -> str:
-    """Return the number of trials as text; `taken` is None without a ledger."""
+def _size(planned: Sweep, ledger: NoLedger) -> str:
+    """Return the number of trials as text."""
     completed = sum(map(planned.done, planned.trials))
     others = " of the others" if completed else ""
-    rows = "" if taken is None else f", {len(taken)}{others} in the ledger"
+    rows = "" if ledger.n_taken is None else f", {ledger.n_taken}{others} in the ledger"
     merged = f", {planned.merged} further ones would compute the same" if planned.merged else ""
     count = "1 trial" if len(planned.trials) == 1 else f"{len(planned.trials)} trials"
     return f"{count} ({completed} already there{rows}{merged})"
@@ -193,40 +191,32 @@ class _SweepProgress:
     running trials.
     """
 
-    def __init__(self, planned: Sweep, taken: Mapping[Path, Row] | None, console: Terminal):
+    def __init__(self, planned: Sweep, ledger: NoLedger, console: Terminal):
         stopping = planned.settings.early_stopping
         self.console = console
         self.total = len(planned.trials)
-        self.ended = sum(map(planned.done, planned.trials)) + len(taken or ())
+        self.ended = sum(map(planned.done, planned.trials)) + len(ledger.taken)
         self.counts: Counter[str] = Counter()
-        from raysim.config.sections.evaluation import DEFAULT_BEST
-
-        configured = [trial.config.evaluate.best for trial in planned.trials[:1]]
-        best = next(filter(None, configured), DEFAULT_BEST)
-        judged = [stopping.metric] if stopping and stopping.metric else []
-        self.columns = list(dict.fromkeys([*judged, best.metric, "loss"]))
+        best = planned.trials[0].config.evaluate.best_by
+        shown = (getattr(stopping, "metric", None), best.metric, "loss")
+        self.columns = list(dict.fromkeys(filter(None, shown)))
         self.metric = best.metric
         self.running: dict[Path, tuple[str, int, dict[str, float]]] = {}
-        self.live = (
-            Live(console=console, transient=True, auto_refresh=False)
-            if console.is_terminal
-            else None
-        )
+        # It shows nothing where the output is not a terminal.
+        self.live = Live(console=console, transient=True, auto_refresh=False)
         self.missing = self.total - self.ended
         self.began = self.last_line = time.monotonic()
         self.stages = startup_stages.shown_by(self._show_stage)
-        console.print(_size(planned, taken))
+        console.print(_size(planned, ledger))
 
     def __enter__(self) -> _SweepProgress:
-        if self.live:
-            self.live.start()
+        self.live.start()
         self.stages.__enter__()
         return self
 
     def __exit__(self, *stop: object) -> None:
         self.stages.__exit__(None, None, None)
-        if self.live:
-            self.live.stop()
+        self.live.stop()
 
     def __call__(self, trial: Trial, state: str, facts: Mapping[str, Any]) -> None:
         if state == "running":
@@ -240,18 +230,16 @@ class _SweepProgress:
                 f"[{self.ended}/{self.total}] {trial.title}  {outcome}",
                 soft_wrap=True,
             )
-        if self.live:
-            self.live.update(Group(self._table(), self._line()), refresh=True)
-        elif state != "running":
             self.last_line = time.monotonic()
+        if self.console.is_terminal:
+            self.live.update(Group(self._table(), self._line()), refresh=True)
         elif time.monotonic() - self.last_line > SUMMARY_INTERVAL_S:
             self.console.print(self._line(), soft_wrap=True)
             self.last_line = time.monotonic()
 
     def _show_stage(self, stage: str) -> None:
-        if self.live:
-            self.live.update(stage, refresh=True)
-        else:
+        self.live.update(stage, refresh=True)
+        if not self.console.is_terminal:
             self.console.print(stage, soft_wrap=True)
 
     def _table(self) -> Table:

@@ -14,7 +14,6 @@ from typing import Generic
 from numpy.random import Generator
 from torch import Tensor
 
-from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.engine.early_stop import StopRule
 from raysim.engine.evaluation.candidates import CandidateEvaluator
 from raysim.engine.executor import (
@@ -397,7 +396,7 @@ class Engine(Generic[ModelHandle]):
         assert self.run_dir is not None
         asked = self.config.checkpoint
         saved = self.state.pack(server, self.executor, self.run_id)
-        best = (self.config.evaluate.best or DEFAULT_BEST) if asked.best else None
+        best = self.config.evaluate.best_by if asked.best else None
         try:
             checkpoint.write_checkpoint(self.run_dir, saved, asked.keep, best)
         except checkpoint.Unwritable as error:

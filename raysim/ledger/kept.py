@@ -59,7 +59,7 @@ def evaluated_rounds(history: Mapping[str, Series]) -> set[int]:
     Args:
         history: Values by metric and round.
     """
-    return {t for name in EVALUATIONS for t in history.get(name, ())}
+    return set().union(*(history.get(name, ()) for name in EVALUATIONS))
 
 
 def kept_history(records: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Series]:

@@ -27,15 +27,12 @@ def matching_row(
     Returns:
         A row of exactly this run; None: no row stands for it.
     """
-    for row in rows:
-        if (covering := _cut_to(row, config)) is not None:
-            return covering
-    if stopping is None:
-        return None
-    for row in rows:
-        if row.stopped and row.early_stopping == stopping and row.config == kept_config(config):
-            return row
-    return None
+    covering = [_cut_to(row, config) for row in rows]
+    for row in rows if stopping else ():
+        # A row that was not stopped has no settings.
+        if row.early_stopping == stopping and row.config == kept_config(config):
+            covering.append(row)
+    return next(filter(None, covering), None)
 
 
 def _cut_to(row: Row, config: Config) -> Row | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -16,7 +17,7 @@ from raysim.config.schema import FEDAVG, SECTIONS_WITH_NAME
 from raysim.errors import ConfigError
 from raysim.reports.published import same_value
 from raysim.reports.table_row import short
-from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun, counted
+from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun, by_key, counted
 from raysim.reports.value_names import readable
 from raysim.spelling import did_you_mean
 from raysim.tracking.recorder import flatten_parameters
@@ -31,9 +32,8 @@ SCENARIO_KEY_PREFIXES = ("data.", "partition.", "model.", "groups.", "schedule."
 """Prefixes of the parameters that define the scenario in which methods are compared."""
 
 _DERIVED_KEY_PREFIXES = ("files", "client.", "server.", "batching.", "model.", "schedule.")
-_DERIVED_KEY_PREFIXES += tuple(
-    f"evaluate.{key}" for key in ("clients", "theory", "forgetting", "probes")
-)
+_DERIVED_KEY_PREFIXES += ("evaluate.clients", "evaluate.theory")
+_DERIVED_KEY_PREFIXES += ("evaluate.forgetting", "evaluate.probes")
 """Prefixes of keys that mostly follow from the name of an algorithm or another section, or that
 only add measurements."""
 
@@ -67,6 +67,9 @@ def resolved(runs: Sequence[TrackedRun], keys: Iterable[str], option: str) -> li
         full_names.append(full)
     return full_names
 
+
+Group = tuple[dict[str, str], list[TrackedRun]]
+"""Parameters that distinguish a group of runs, and its runs."""
 
 _ABSENT = "null"
 """Value by which `--where` finds runs that lack a parameter."""
@@ -176,44 +179,40 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
     Raises:
         ConfigError: A text is not KEY=VALUE, or no run has the key or all the values.
     """
-    kept = list(range(len(params)))
+    if not where:
+        return list(range(len(params)))
+    every: Any = pd.DataFrame(list(params), dtype=object).fillna(_ABSENT)
+    kept = every
     for text in where:
         key, _, allowed = text.partition("=")
-        if not key or not allowed:
+        if "" in (key, allowed):
             raise ConfigError(f"--where: '{text}' is not KEY=VALUE")
-        known = sorted({name for entry in params for name in entry})
-        name = full_name(key, known)
+        name = full_name(key, every.columns)
         if name is None:
-            raise ConfigError(f"--where: no {noun} has a key '{key}'{_keys_meant(key, known)}")
-        there = _distinct_values(params, name)
+            hint = _keys_meant(key, sorted(every))
+            raise ConfigError(f"--where: no {noun} has a key '{key}'{hint}")
         # A value may itself contain a comma.
-        asked = [allowed] if _matching(there, [allowed]) else allowed.split(",")
+        asked = [allowed] if _matching(every[name], [allowed]) else allowed.split(",")
         for value in asked:
-            _require_match(there, [value], f"{noun} has {name}={value}", value)
-        values = _distinct_values([params[i] for i in kept], name)
-        chosen = _require_match(values, asked, f"{noun} has {name}={allowed}", allowed)
-        kept = [i for i in kept if params[i].get(name, _ABSENT) in chosen]
-    return kept
+            _require_match(every[name], [value], f"{noun} has {name}={value}", value)
+        chosen = _require_match(kept[name], asked, f"{noun} has {name}={allowed}", allowed)
+        kept = kept[kept[name].isin(chosen)]
+    return kept.index.tolist()
 
 
 def _require_match(
-    values: Sequence[str], asked: Sequence[str], subject: str, text: str
+    values: Iterable[str], asked: Sequence[str], subject: str, text: str
 ) -> list[str]:
     """Return the values that match one of the asked ones; raise ConfigError if none does."""
     matching = _matching(values, asked)
     if not matching:
-        raise ConfigError(f"--where: no {subject}{did_you_mean(text, values)}")
+        raise ConfigError(f"--where: no {subject}{did_you_mean(text, set(values))}")
     return matching
 
 
-def _distinct_values(params: Sequence[Mapping[str, str]], name: str) -> list[str]:
-    """Return the sorted values of a parameter, with that of runs which lack it."""
-    return sorted({str(entry.get(name, _ABSENT)) for entry in params})
-
-
-def _matching(values: Sequence[str], asked: Sequence[str]) -> list[str]:
-    """Return the values that match one of the asked ones."""
-    return [value for value in values if any(_matches(value, text) for text in asked)]
+def _matching(values: Iterable[str], asked: Sequence[str]) -> list[str]:
+    """Return the distinct values that match one of the asked ones."""
+    return [value for value in set(values) if any(_matches(value, text) for text in asked)]
 
 
 def _keys_meant(key: str, known: Sequence[str]) -> str:
@@ -250,30 +249,26 @@ def full_name(key: str, known: Container[str]) -> str | None:
 
 def grouped(
     runs: Sequence[TrackedRun],
-    group: Sequence[str] | None = None,
+    keys: Sequence[str],
     say: Callable[[str], None] = lambda line: None,
-) -> list[tuple[dict[str, str], list[TrackedRun]]]:
+) -> list[Group]:
     """Return groups of runs that differ only in their seed.
 
     Args:
         runs: Runs to group.
-        group: Parameters that distinguish groups. Default: all that differ.
+        keys: Full names of the parameters that distinguish groups, as from `group_keys`.
         say: Called with one line if groups hold runs that differ in more than their seed.
 
     Returns:
-        (parameters of the group, its runs), in the order of `order_of_values`.
-
-    Raises:
-        ConfigError: No run has a parameter of `group`.
+        The groups, in the order of `order_of_values`, with readable names of files.
     """
-    keys = group_keys(runs, group)
-    groups = _divided(runs, keys)
+    groups = divided(runs, keys)
     mixed: set[str] = set()
     for _, members in groups:
         mixed |= set(varied([run.params for run in members]))
     if mixed:
         say(f"a row holds runs that differ in {', '.join(map(short, sorted(mixed)))}")
-    return groups
+    return _readable(groups)
 
 
 def group_keys(runs: Sequence[TrackedRun], group: Sequence[str] | None) -> list[str]:
@@ -321,20 +316,27 @@ def order_of_values(runs: Iterable[TrackedRun]) -> Callable[[str, str | None], t
     return place
 
 
-def _divided(
-    runs: Sequence[TrackedRun], keys: Sequence[str]
-) -> list[tuple[dict[str, str], list[TrackedRun]]]:
-    """Return the runs by their values of parameters, in the order of `order_of_values`."""
+def divided(runs: Sequence[TrackedRun], keys: Sequence[str]) -> list[Group]:
+    """Return the runs by their values of parameters, in the order of `order_of_values`.
+
+    Args:
+        runs: Runs to group.
+        keys: Full names of parameters.
+    """
     place = order_of_values(runs)
-    groups: dict[tuple, list[TrackedRun]] = {}
-    for run in runs:
-        groups.setdefault(tuple(value_of(run.params, key) for key in keys), []).append(run)
-    divided = []
+    groups = by_key(runs, lambda run: tuple(value_of(run.params, key) for key in keys))
+    ordered = []
     for values in sorted(groups, key=lambda values: tuple(map(place, keys, values))):
         named = dict(zip(keys, values, strict=True))
         present = {key: value for key, value in named.items() if value is not None}
-        divided.append((present, groups[values]))
-    return divided
+        ordered.append((present, groups[values]))
+    return ordered
+
+
+def _readable(groups: Sequence[Group]) -> list[Group]:
+    """Return groups with readable names of the files among their parameters."""
+    named, members = zip(*groups, strict=True)
+    return list(zip(readable(named), members, strict=True))
 
 
 def apart(
@@ -367,9 +369,8 @@ def apart(
     if n_omitted:
         say(f"left out: {counted(n_omitted, 'without')} {' or '.join(keys)}")
     differing = varied([run.params for run in complete])
-    parts = _divided(complete, [key for key in differing if key not in known])
-    labels = map(label, readable([named for named, _ in parts]))
-    return [(text, members) for text, (_, members) in zip(labels, parts, strict=True)]
+    parts = divided(complete, [key for key in differing if key not in known])
+    return [(label(named), members) for named, members in _readable(parts)]
 
 
 def split_scenario(params: Mapping[str, str]) -> tuple[tuple, tuple]:

@@ -32,14 +32,13 @@ def finished_rows(
     """
     rows = read_rows(ledgers, say, missing="ledger (--ledger)")
     experiments = sorted({row.experiment for row in rows})
-    for name in wanted:
-        if name not in experiments:
-            files = ", ".join(map(str, ledgers))
-            known = did_you_mean(name, experiments)
-            if experiments and not known:
-                known = f"; there are {', '.join(experiments)}"
-            raise ConfigError(f"runs: no row of {files} is of an experiment '{name}'{known}")
-    selected = [row for row in rows if not wanted or row.experiment in wanted]
+    wanted = wanted or experiments
+    if strange := [name for name in wanted if name not in experiments]:
+        files = ", ".join(map(str, ledgers))
+        names = f"; there are {', '.join(experiments)}" if experiments else ""
+        hint = did_you_mean(strange[0], experiments) or names
+        raise ConfigError(f"runs: no row of {files} is of an experiment '{strange[0]}'{hint}")
+    selected = [row for row in rows if row.experiment in wanted]
     finished = [row for row in selected if not row.stopped]
     if len(finished) < len(selected):
         say(f"{counted(len(selected) - len(finished), 'left out')}: stopped early")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,11 +83,8 @@ def read_published(name: str) -> list[PublishedResult]:
             "pass FILE.csv for your own"
         )
     try:
-        lines = [
-            line
-            for line in path.read_text().splitlines()
-            if line.strip() and not line.startswith("#")
-        ]
+        # Neither comments nor empty lines.
+        lines = list(filter(re.compile(r"(?!#).*\S").match, path.read_text().splitlines()))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"paper (--paper): {path} cannot be read: {error}") from None
     table = csv.DictReader(lines)

@@ -19,7 +19,7 @@ from raysim.reports.analysis.aggregate import direction, figures_of, rows
 from raysim.reports.analysis.curves import Curve, along, curves, grid
 from raysim.reports.claims import claim_section, verdicts
 from raysim.reports.grouping import apart, having, label
-from raysim.reports.published import read_published
+from raysim.reports.published import PublishedResult, read_published
 from raysim.reports.runs import RunSource
 from raysim.reports.table_columns import with_numbers
 from raysim.reports.table_report import (
@@ -139,22 +139,25 @@ def sweep_report(
     Raises:
         ConfigError: An option is invalid, or a run, the metric or a parameter does not exist.
     """
-    if y is not None and log_x:
-        raise ConfigError("--log-x: a heatmap has one column per value; leave out --log-x or --y")
-    if y is not None and target is not None:
-        raise ConfigError("target (--target): a heatmap shows results; leave out target or y (--y)")
+    lines_only = {
+        "--log-x: a heatmap has one column per value; leave out --log-x or --y": log_x,
+        "target (--target): a heatmap shows results; leave out target or y (--y)": target
+        is not None,
+    }
+    heatmaps_only = {
+        "paper (--paper): only a heatmap shows it; leave it out, or add y (--y)": paper,
+        "label (--label): only a heatmap shows it; leave it out, or add y (--y)": label,
+    }
+    for refusal, given in (heatmaps_only if y is None else lines_only).items():
+        if given:
+            raise ConfigError(refusal)
     if statistic is not None and target is not None:
         raise ConfigError(
             "statistic (--statistic): with a target the rounds to it are shown; leave out "
             "statistic or target (--target)"
         )
-    if y is None and (paper or label):
-        option = "paper (--paper)" if paper else "label (--label)"
-        raise ConfigError(f"{option}: only a heatmap shows it; leave it out, or add y (--y)")
     known = known_statistic(statistic or "best")
     runs = source.finished(metric, say)
-    if paper:
-        check_published(runs[0].metric, [known])
     if known == "best" and target is None:
         _say_where_last_differs(runs, say)
     if y is not None:
@@ -208,7 +211,10 @@ def _heatmap(
 ) -> Report:
     """Return results over two parameters."""
     metric = runs[0].metric
-    printed = read_published(paper) if paper else []
+    printed: Sequence[PublishedResult] = ()
+    if paper:
+        check_published(metric, [statistic])
+        printed = read_published(paper)
     records = []
     panels: list[plots.Panel] = []
     for title, members in apart(runs, [x, y], say):

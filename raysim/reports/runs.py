@@ -11,7 +11,6 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -88,18 +87,20 @@ class RunSource:
             RaysimError: The tracking store cannot be read.
         """
         title = ", ".join(self.names or map(str, self.ledgers))
-        # The store stays open, because it is asked for histories one by one.
-        with nullcontext() if self.ledgers else open_store(self.uri) as client:
-            if client is None:
-                runs = finished_rows(self.ledgers, self.names, title, say)
-            else:
-                runs = _finished_in_store(client, self.names, title, say)
+
+        def selected(runs: Sequence[FinishedRun]) -> list[TrackedRun]:
             chosen = with_values([run.params for run in runs], self.where, "run")
             done = [runs[i] for i in chosen]
             first_counts = bool(self.ledgers)
-            selected = with_histories(done, title, metric, say, cost_unit, first_counts)
-        known = frozenset(key for run in runs for key in run.params)
-        return [replace(run, known=known) for run in selected]
+            tracked = with_histories(done, title, metric, say, cost_unit, first_counts)
+            known = frozenset().union(*(run.params for run in runs))
+            return [replace(run, known=known) for run in tracked]
+
+        if self.ledgers:
+            return selected(finished_rows(self.ledgers, self.names, title, say))
+        # The store stays open, because it is asked for histories one by one.
+        with open_store(self.uri) as client:
+            return selected(_finished_in_store(client, self.names, title, say))
 
 
 def _finished_in_store(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -113,7 +115,7 @@ class ResultsTable:
         columns = list(frame)
         parameters = columns[: columns.index("seeds")]
         counts = ("seeds", "reached", "rounds_min", "rounds_max", "not_finished")
-        figures = [name for name in columns if name not in (*parameters, *counts)]
+        figures = frame.columns.difference([*parameters, *counts])
         return with_numbers(frame.astype(dict.fromkeys(figures, float)), parameters)
 
     def nameable(self) -> list[str]:
@@ -162,7 +164,7 @@ class ResultsTable:
             record |= _mean_and_std("chosen_round", row.chosen_round)
             record["target"] = row.target
             record |= _mean_and_std(cost, row.to_target)
-            record["reached"] = row.to_target.n if row.to_target else 0
+            record["reached"] = getattr(row.to_target, "n", 0)
             record["rounds_min"], record["rounds_max"] = row.rounds
             record["not_finished"] = row.unfinished
             record |= _attributes(row.rank, rank="place", mean_rank="mean")
@@ -177,14 +179,11 @@ class ResultsTable:
 
     def _texts(self, names: Names) -> pd.DataFrame:
         """Return the table as a frame of texts for readers."""
-        columns = self._columns(names)
         alone = _alone(self.rows)
         headers: dict[str, str] = {}
         for figure in self.rows[0].values:
             headers[figure.header(NO_NAMES, alone)] = figure.header(names, alone)
-        texts = pd.DataFrame(columns)
-        texts.columns = [names.get(header, headers.get(header, header)) for header in columns]
-        return texts
+        return pd.DataFrame(self._columns(names)).rename(columns={**headers, **names})
 
     def _columns(self, names: Names) -> Columns:
         """Return the columns of the table for readers, without those that would be empty."""
@@ -197,14 +196,13 @@ class ResultsTable:
         columns[f"{_noun(table)}s"] = [str(row.seeds) for row in table]
         columns |= _values(table, first)
         columns |= _published_best_values(table, first)
-        columns |= _paired_differences(table, first)
+        columns |= _filled(_paired_differences(table, first))
         for figure in others:
             columns |= _values(table, figure)
-        rounds = [row.chosen_round for row in table]
-        if any(rounds):
-            columns["chosen round"] = _texts(rounds, _cost_text)
+        chosen = [row.chosen_round for row in table]
+        columns |= _filled({"chosen round": _texts(chosen, _cost_text)})
         columns |= _costs_of_target(table, self.cost_unit, first)
-        columns |= _ranks([row.rank for row in table])
+        columns |= _ranks([row.rank for row in table if row.rank])
         columns["rounds done"] = ["–".join(map(str, dict.fromkeys(row.rounds))) for row in table]
         if any(row.unfinished for row in table):
             columns["not finished"] = [row.unfinished for row in table]
@@ -310,19 +308,18 @@ class CrossTable(ResultsTable):
 def _cell(row: TableRow) -> str:
     """Return the result of a row as text, with the published one and whether it is near.
 
-    The other statistics follow where they differ.
+    The other statistics follow where they differ. Only finished runs come into such tables, so that
+    all rows have results.
     """
-    if row.result is None:
-        return row.unfinished or MISSING_TEXT
     percent, printed = row.figure.percent, row.printed
-    text = number(row.result.mean, row.result.std, percent)
+    text = _mean_text(row.result, percent)
     if printed is not None and printed.best is not None:
         mark = "" if row.difference is None else f" {NEAR if row.is_near else FAR}"
         text += f" ({number(printed.best, printed.std, percent)}{mark})"
     for figure, value in row.values.items():
-        if value is not None and differs(row.result, value):
-            text += f", {figure.statistic} {number(value.mean, value.std, percent)}"
-    return f"{text}, {row.unfinished}" if row.unfinished else text
+        if differs(row.result, value):
+            text += f", {figure.statistic} {_mean_text(value, percent)}"
+    return text
 
 
 def as_markdown(texts: pd.DataFrame) -> str:
@@ -357,6 +354,11 @@ def _texts(things: Iterable[T | None], text: Callable[[T], str]) -> list[str]:
     return [MISSING_TEXT if thing is None else text(thing) for thing in things]
 
 
+def _filled(columns: Columns) -> Columns:
+    """Return the columns in which some cell has a value."""
+    return {header: cells for header, cells in columns.items() if set(cells) != {MISSING_TEXT}}
+
+
 def _alone(table: Sequence[TableRow]) -> bool:
     """Return whether a table has one metric."""
     return len({figure.metric for figure in table[0].values}) == 1
@@ -374,9 +376,9 @@ def _counted(table: Sequence[TableRow], count: int) -> str:
 
 def _headers(table: Sequence[TableRow]) -> dict[str, str]:
     """Return the header of each parameter of the rows, in order of first appearance."""
-    keys = dict.fromkeys(key for row in table for key in row.parameters)
-    headers = [short(key) for key in keys]
-    return {key: short(key) if headers.count(short(key)) == 1 else key for key in keys}
+    keys = dict.fromkeys(itertools.chain.from_iterable(row.parameters for row in table))
+    counts = Counter(map(short, keys))
+    return {key: short(key) if counts[short(key)] == 1 else key for key in keys}
 
 
 def _value_name(header: str, value: str, names: Names) -> str:
@@ -386,12 +388,8 @@ def _value_name(header: str, value: str, names: Names) -> str:
 
 def _values(table: Sequence[TableRow], figure: Figure) -> Columns:
     """Return a column of results."""
-
-    def text(value: MeanStd) -> str:
-        return number(value.mean, value.std, figure.percent)
-
     header = figure.header(NO_NAMES, _alone(table))
-    return {header: _texts([row.values[figure] for row in table], text)}
+    return {header: [_mean_text(row.values[figure], figure.percent) for row in table]}
 
 
 def _published_best_values(table: Sequence[TableRow], figure: Figure) -> Columns:
@@ -407,18 +405,14 @@ def _published_best_values(table: Sequence[TableRow], figure: Figure) -> Columns
         "difference / paper's std": _texts([row.difference for row in table], "{:+.2f}".format),
     }
     ours = [row.difference_in_own_stds for row in table]
-    if any(difference is not None for difference in ours):
-        columns["difference / our std"] = _texts(ours, "{:+.2f}".format)
-    return columns
+    return columns | _filled({"difference / our std": _texts(ours, "{:+.2f}".format)})
 
 
 def _paired_differences(table: Sequence[TableRow], figure: Figure) -> Columns:
-    """Return the column of differences to a reference method; none without any."""
-    references = {row.reference for row in table if row.versus}
-    if not references:
-        return {}
+    """Return the column of differences to a reference method, which all rows have in common."""
+    reference = max(row.reference for row in table)
     unit = ", points" if figure.percent else ""
-    header = f"difference to {references.pop()}{unit} [95 % interval]"
+    header = f"difference to {reference}{unit} [95 % interval]"
     return {header: [difference_text(row.versus, figure.percent) for row in table]}
 
 
@@ -438,9 +432,9 @@ def _costs_of_target(table: Sequence[TableRow], cost_unit: CostUnit, figure: Fig
         unit = "MB" if cost_unit == "bytes" else cost_unit
         columns[f"{unit} to {aim}"] = [_arrival(row, cost_unit) for row in table]
     # Papers publish rounds, which no other unit can be compared with.
-    published = [row.printed.rounds if row.printed else None for row in table]
-    if cost_unit == "rounds" and any(published):
-        columns[f"paper: rounds to {aim}"] = _texts(published, _published_rounds)
+    if cost_unit == "rounds":
+        published = [getattr(row.printed, "rounds", None) for row in table]
+        columns |= _filled({f"paper: rounds to {aim}": _texts(published, _published_rounds)})
     return columns
 
 
@@ -471,17 +465,16 @@ def _published_rounds(rounds: float) -> str:
     return "never" if rounds == float("inf") else f"{rounds:g}"
 
 
-def _ranks(ranks: Sequence[Rank | None]) -> Columns:
-    """Return the columns of ranks: none without ranks, no mean rank for a single scenario."""
-    scenarios = {rank.scenarios for rank in ranks if rank}
+def _ranks(ranks: Sequence[Rank]) -> Columns:
+    """Return the columns of the ranks, which all rows have or none: no mean of one scenario."""
+    scenarios = {rank.scenarios for rank in ranks}
     if not scenarios:
         return {}
-    columns = {"rank": _texts(ranks, lambda rank: f"{rank.place:.3g}")}
+    columns = {"rank": [f"{rank.place:.3g}" for rank in ranks]}
     if len(scenarios) > 1:
-        columns["mean rank"] = _texts(ranks, lambda rank: f"{rank.mean:.3g} (of {rank.scenarios})")
+        columns["mean rank"] = [f"{rank.mean:.3g} (of {rank.scenarios})" for rank in ranks]
     elif scenarios != {1}:
-        header = f"mean rank of {min(scenarios)}"
-        columns[header] = _texts(ranks, lambda rank: f"{rank.mean:.3g}")
+        columns[f"mean rank of {min(scenarios)}"] = [f"{rank.mean:.3g}" for rank in ranks]
     return columns
 
 
@@ -523,6 +516,11 @@ def number(mean: float | None, std: float | None, percent: bool) -> str:
     scale, form = (100, ".2f") if percent else (1, ".4g")
     text = f"{mean * scale:{form}}"
     return text if std is None else f"{text} ± {std * scale:{form}}"
+
+
+def _mean_text(value: MeanStd | None, percent: bool) -> str:
+    """Return a mean with its deviation as text."""
+    return MISSING_TEXT if value is None else number(value.mean, value.std, percent)
 
 
 def rounded(mean: float, std: float | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from raysim.errors import ConfigError
 from raysim.reports import published
@@ -95,7 +96,7 @@ def table_report(
             "as a number"
         )
     printed = published.read_published(paper) if paper else []
-    say = _once(say)
+    say = cache(say)  # each line once: all metrics are read from the same runs
     runs, *runs_of_others = _runs_by_metric(source, say, metrics, select_by, cost_unit)
     if paper:
         check_published(runs[0].metric, statistics)
@@ -302,18 +303,6 @@ def _with_metric(
     return more
 
 
-def _once(say: Say) -> Say:
-    """Return `say` without lines that were said before: each metric reads the same runs."""
-    said: set[str] = set()
-
-    def say_once(line: str) -> None:
-        if line not in said:
-            said.add(line)
-            say(line)
-
-    return say_once
-
-
 def check_published(metric: str, statistics: Sequence[Statistic]) -> None:
     """Check that papers publish a metric and its statistic.
 
@@ -338,12 +327,12 @@ def check_published(metric: str, statistics: Sequence[Statistic]) -> None:
 
 def _target_number(target: float | str | None, with_paper: bool) -> float | None:
     """Return the target as a number; None without a target or for the targets of a paper."""
-    if target is None or (target == "paper" and with_paper):
-        return None
-    if target == "paper":
+    if target == "paper" and not with_paper:
         raise ConfigError(
             "target (--target): 'paper' needs a paper; pass paper (--paper), such as gradma"
         )
+    if target in (None, "paper"):
+        return None
     try:
         return float(target)
     except ValueError:

@@ -29,18 +29,25 @@ class MeanStd:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> MeanStd | None:
-        """Return the statistics of values, or None without values.
+        """Return the statistics of values as `over` does, or None without values.
+
+        Args:
+            values: One value for each run.
+        """
+        return cls.over(values) if values else None
+
+    @classmethod
+    def over(cls, values: Sequence[float]) -> MeanStd:
+        """Return the statistics of values.
 
         If a value is not finite, the mean is not finite either and there is no deviation.
 
         Args:
-            values: One value for each run.
+            values: One value for each run, at least one.
 
         Returns:
             Mean, sample standard deviation (None for one value) and number of values.
         """
-        if not values:
-            return None
         if not all(map(math.isfinite, values)):
             return cls(sum(values), None, len(values))
         std = statistics.stdev(values) if len(values) > 1 else None

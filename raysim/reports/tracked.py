@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar, get_args
+from operator import attrgetter
+from typing import Any, Literal, TypeVar, get_args
 
 import pandas as pd
 
@@ -32,9 +34,8 @@ KEYS_WITHOUT_EFFECT = (
     "data.download",
     "evaluate.batch_size",
 )
-KEYS_WITHOUT_EFFECT += tuple(
-    f"resources.{key}" for key in ("executor", "actors", "cpus", "server_threads", "address")
-)
+KEYS_WITHOUT_EFFECT += ("resources.executor", "resources.actors", "resources.cpus")
+KEYS_WITHOUT_EFFECT += ("resources.server_threads", "resources.address")
 KEYS_WITHOUT_EFFECT += ("resources.timeout", "resources.call_timeout", "sweep.", "client_state.")
 KEYS_WITHOUT_EFFECT += ("own_metrics",)
 """Prefixes of parameters that cannot change the results of a run."""
@@ -184,6 +185,19 @@ class FinishedRun:
     """Place in reports: start of its sweep, and position there."""
 
 
+def by_key(things: Iterable[T], key: Callable[[T], Hashable]) -> dict[Any, list[T]]:
+    """Return things by what they have in common, in order of first appearance.
+
+    Args:
+        things: Things to group.
+        key: Function from a thing to what those of its group share.
+    """
+    groups: dict[Any, list[T]] = {}
+    for thing in things:
+        groups.setdefault(key(thing), []).append(thing)
+    return groups
+
+
 def counted(count: int, text: str) -> str:
     """Return a number of runs with a text: "2 runs left out".
 
@@ -225,8 +239,9 @@ def with_histories(
         discover()
     needed = {metric, CLIENTS_USED} if _is_count(metric) else {metric}
 
-    def kept(runs: list[T], remaining: list[T], why: str) -> list[T]:
+    def kept(runs: Sequence[Any], remaining: Iterable[T], why: str) -> list[T]:
         """Return the remaining runs, and report how many were left out."""
+        remaining = list(remaining)
         if len(remaining) < len(runs):
             say(f"{counted(len(runs) - len(remaining), 'left out')}: {why}")
         return remaining
@@ -234,14 +249,16 @@ def with_histories(
     measured = [_comparable(run) for run in done if needed & run.metrics]
     if not measured:
         raise MetricMissing(f"{title}: {_why_without(done, metric)}")
-    measured = kept(list(done), measured, f"without '{metric}'")
+    measured = kept(done, measured, f"without '{metric}'")
     single = _one_each(measured, first_counts)
     single = kept(measured, single, "another one has the same parameters and seed")
     single.sort(key=lambda run: run.place)
     runs = [_with_history(run, metric, cost_unit) for run in single]
-    runs = kept(runs, [run for run in runs if run.history], f"their '{metric}' is never a number")
+    with_values = filter(attrgetter("history"), runs)
+    runs = kept(runs, with_values, f"their '{metric}' is never a number")
     if cost_unit != "rounds":
-        runs = kept(runs, [run for run in runs if run.costs], f"they do not log their {cost_unit}")
+        with_costs = filter(attrgetter("costs"), runs)
+        runs = kept(runs, with_costs, f"they do not log their {cost_unit}")
     if not runs:
         raise ConfigError(
             f"{title}: no run is left; the warnings above say why. Use another "
@@ -258,11 +275,11 @@ def _declare_own_metrics(done: Sequence[FinishedRun], say: Callable[[str], None]
     own: dict[str, tuple[str, str]] = {}
     for run in done:
         for key, direction in run.params.items():
-            place, _, field_name = key.rpartition(".")
-            if not key.startswith("own_metrics.") or field_name != "larger_is_better":
+            declared = re.fullmatch(r"own_metrics\.(.+)\.larger_is_better", key)
+            if declared is None:
                 continue
-            name = place.removeprefix("own_metrics.")
-            recorded = (run.params.get(f"{place}.unit", ""), direction)
+            name = declared[1]
+            recorded = (run.params.get(f"own_metrics.{name}.unit", ""), direction)
             if own.setdefault(name, recorded) != recorded:
                 say(
                     f"'{name}' has another unit or direction in some runs than in others; those of "
@@ -319,12 +336,12 @@ def _compared_metric(done: Sequence[FinishedRun]) -> str:
             f"({', '.join(sorted(metrics))}); name one"
         )
     best = metrics.pop() if metrics else DEFAULT_BEST.metric
-    return default_metric(best, {name for run in done for name in run.metrics})
+    return default_metric(best, frozenset().union(*(run.metrics for run in done)))
 
 
 def _why_without(done: Sequence[FinishedRun], metric: str) -> str:
     """Return the reason why no run has a metric, with the fix."""
-    known = {key for run in done for key in run.metrics}
+    known = frozenset().union(*(run.metrics for run in done))
     hint = (
         did_you_mean(metric, known)
         or f"; set metric (--metric) to one of {', '.join(sorted(known)) or 'none'}"

@@ -6,9 +6,13 @@ is a digest. Tables and legends show "MyClient", and "version 3fa2c1d4", its fir
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
 
 from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean
@@ -19,8 +23,10 @@ Names = Mapping[str, str]
 NO_NAMES: Names = {}
 """No names: everything is shown as it is."""
 
-_FILE = re.compile(r"(?P<folder>(?:[^:]*/)?)(?P<file>[^/:]+)(?P<object>:\w+)?")
-"""A path, or a path and an object of the file."""
+_FILE = re.compile(
+    r"(?=/|[^:]*\.py(:|$))(?P<folder>(?:[^:]*/)?)(?P<file>[^/:]+)(?P<object>(?::\w+)?)"
+)
+"""An absolute path, or one of Python code; also with an object of the file."""
 
 DIGEST_LETTERS = 8
 """Number of first letters of the digest of a file that name its version."""
@@ -34,17 +40,17 @@ def readable(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     Args:
         rows: Values by parameter, of each row.
     """
-    names: dict[str, dict[str, str]] = {}
-    for key in dict.fromkeys(key for row in rows for key in row):
-        names[key] = _readable_values([row[key] for row in rows if key in row])
-    return [{key: names[key][value] for key, value in row.items()} for row in rows]
+    table: Any = pd.DataFrame(list(rows), dtype=object)
+    for key in table:
+        table[key] = table[key].map(_readable_values(table[key].dropna()))
+    return [row.dropna().to_dict() for _, row in table.iterrows()]
 
 
-def _readable_values(values: Sequence[str]) -> dict[str, str]:
+def _readable_values(values: Iterable[str]) -> dict[str, str]:
     """Return the readable name of each value of a parameter."""
     names: dict[str, str] = {}
-    forms = {value: _short_forms(value) for value in dict.fromkeys(values)}
-    shared = Counter(form for some in forms.values() for form in set(some))
+    forms = {value: _short_forms(value) for value in values}
+    shared = Counter(itertools.chain.from_iterable(map(set, forms.values())))
     for value in forms:
         # The shortest form that no other value may be taken for.
         names[value] = next((form for form in forms[value] if shared[form] == 1), value)
@@ -57,12 +63,12 @@ def _short_forms(value: str) -> list[str]:
         # A number would belong to another version as soon as one is added.
         return [f"version {value[:DIGEST_LETTERS]}", value]
     match = _FILE.fullmatch(value)
-    if match is None or not (match["file"].endswith(".py") or value.startswith("/")):
+    if match is None:
         return [value]
     parts = match["folder"].split("/")[:-1]
-    name = f"{match['file']}{match['object'] or ''}"
+    name = f"{match['file']}{match['object']}"
     tails = ["/".join([*parts[i:], name]) for i in range(len(parts), -1, -1)]
-    first = (match["object"] or "").removeprefix(":") or match["file"].removesuffix(".py")
+    first = match["object"].removeprefix(":") or match["file"].removesuffix(".py")
     return [first, *tails]
 
 
@@ -87,18 +93,16 @@ def names_given(given: str | Sequence[str] | Names, things: Sequence[str]) -> Na
     Raises:
         ConfigError: A text is not VALUE=NAME, or the table does not have the value.
     """
-    names = {}
     if not isinstance(given, Mapping):
         texts = [given] if isinstance(given, str) else given
         given = dict(_split(text, things) for text in texts)
-    for thing, name in given.items():
+    for thing in given:
         if thing not in things:
             hint = did_you_mean(thing, things) or f"; it has {', '.join(things)}"
             raise ConfigError(
                 f"label (--label): there is no value, parameter, metric or header '{thing}'{hint}"
             )
-        names[thing] = name
-    return names
+    return given
 
 
 def _split(text: str, things: Sequence[str]) -> tuple[str, str]:

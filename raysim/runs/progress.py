@@ -58,12 +58,9 @@ class ProgressText:
     """
 
     def __init__(self, plan: Plan):
-        from raysim.config.sections.evaluation import DEFAULT_BEST
-
         resources = plan.config.resources
         self.rounds = plan.config.rounds
-        best = plan.config.evaluate.best or DEFAULT_BEST
-        self.metrics = dict.fromkeys((best.metric, "loss"))
+        self.metrics = dict.fromkeys((plan.config.evaluate.best_by.metric, "loss"))
         actors = f"{resources.actors} actor{'s'[: resources.actors != 1]}"
         workers = actors if resources.executor == "ray" else "inline"
         self.title = f"{plan.label} on {plan.config.data.name}, {workers}"

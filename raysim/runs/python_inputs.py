@@ -71,8 +71,10 @@ def named_source(source: str | Path | Mapping[str, Any]) -> str | Path | dict[st
 
 def _without_objects(key: str, value: Any) -> Any:
     """Return the value of a key, in any depth, without objects."""
+    if value is None:
+        return None
     name_of = LISTS.get(_place(key))
-    if name_of is not None and value is not None:
+    if name_of is not None:
         return _list_without_objects(key, value, name_of)
     section = key.removesuffix(".name")
     name_of = SECTIONS.get(_place(section))
@@ -107,10 +109,8 @@ def _list_without_objects(
 
 def _section(key: str, value: Any, name_of: Callable[[str, Any], Section]) -> Any:
     """Return a section without objects; a value without any is returned as it is."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, Path):
-        return str(value)
+    if isinstance(value, str | Path | None):
+        return _plain(key, value)
     holds_objects = HOLDS_OBJECTS.get(key)
     if not isinstance(value, Mapping) or (holds_objects and holds_objects(value)):
         return name_of(key, value)

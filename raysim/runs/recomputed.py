@@ -22,7 +22,7 @@ from raysim.prepare.resolve import prepare
 from raysim.reports import grouping
 from raysim.runs.run import execute
 from raysim.system.cpu_kind import cpu_kind, may_be_this_kind
-from raysim.tracking.recorder import Recorder, flatten_parameters
+from raysim.tracking.recorder import Recorder, differing, flatten_parameters
 
 
 @dataclass(frozen=True)
@@ -174,12 +174,11 @@ def _digest(plan: Plan) -> str:
 
 def _changes(before: Mapping[str, Any], config: Config) -> str:
     """Return the keys that differ between a row's configuration and another, as text."""
-    old = flatten_parameters(before)
-    new = flatten_parameters(kept_config(config))
     changes = []
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key) and not key.startswith(_MEASUREMENTS):
-            changes.append(f"{key}: {_in_short(old.get(key))} → {_in_short(new.get(key))}")
+    now = flatten_parameters(kept_config(config))
+    for key, (old, new) in sorted(differing(flatten_parameters(before), now).items()):
+        if not key.startswith(_MEASUREMENTS):
+            changes.append(f"{key}: {_in_short(old)} → {_in_short(new)}")
     return "; ".join(changes)
 
 
@@ -190,8 +189,6 @@ _CONSEQUENCE = "a sweep trains its run again"
 """What follows from a changed identity."""
 
 
-def _in_short(value: str | None) -> str:
+def _in_short(value: str) -> str:
     """Return the value of a key; of a sha256 its beginning."""
-    if value is None:
-        return "absent"
     return value[:12] if re.fullmatch("[0-9a-f]{64}", value) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -105,10 +106,7 @@ class RunResult:
 
         They are read again as the configuration says. Raises ConfigError if the data set cannot be.
         """
-        try:
-            clients = prepare(self.run_dir / "config.yaml").clients
-        except ObjectMissing as error:
-            raise _not_loaded(error) from None
+        clients = _loaded_plan(self.run_dir).clients
         return [clients.client(i) for i in range(len(clients))]
 
     @property
@@ -128,10 +126,7 @@ class RunResult:
             ConfigError: the net cannot be built, for example because its file is missing, or the
                 data set cannot be read, whose shape and classes the net needs.
         """
-        try:
-            return net_with(prepare(self.run_dir / "config.yaml"), self.state_dict)
-        except ObjectMissing as error:
-            raise _not_loaded(error) from None
+        return net_with(_loaded_plan(self.run_dir), self.state_dict)
 
     @torch.no_grad()
     def predict(self, x: Any) -> Tensor:
@@ -150,10 +145,7 @@ class RunResult:
             ConfigError: `x` has another form than the data set's examples, or the net or the data
                 set cannot be read.
         """
-        try:
-            plan = prepare(self.run_dir / "config.yaml")
-        except ObjectMissing as error:
-            raise _not_loaded(error) from None
+        plan = _loaded_plan(self.run_dir)
         inputs, net = inputs_like(x, plan.dataset), net_with(plan, self.state_dict)
         labels = np.zeros(len(inputs), dtype=np.int64)
         scale, shift = plan.dataset.scale, plan.dataset.shift
@@ -164,9 +156,8 @@ class RunResult:
     @property
     def clients_per_second(self) -> float:
         """Trained clients per second of wall-clock time, over all rounds."""
-        clients = sum(record.get("clients/used", 0.0) for record in self.history)
-        seconds = sum(record.get("system/round_seconds", 0.0) for record in self.history)
-        return clients / seconds if seconds else 0.0
+        seconds = total(self.history, "system/round_seconds")
+        return total(self.history, "clients/used") / seconds if seconds else 0.0
 
     def as_object(self) -> dict[str, Any]:
         """Return the summary that `--json` prints."""
@@ -183,12 +174,8 @@ class RunResult:
         }
 
 
-BEST: dict[str, Callable[[Iterable[float]], float]] = {
-    "accuracy": max,
-    "loss": min,
-    "train_loss": min,
-}
-"""Metrics of which a result has the best value, and the function that selects it."""
+FIRST_METRICS = ("accuracy", "loss", "train_loss")
+"""Metrics that come first in a result."""
 
 
 def best_values(names: Iterable[str]) -> dict[str, Callable[[Iterable[float]], float]]:
@@ -198,10 +185,10 @@ def best_values(names: Iterable[str]) -> dict[str, Callable[[Iterable[float]], f
         names: names of metrics; accuracy and losses come first, whatever their order.
     """
     names = set(names)
-    others = sorted(name for name in names - set(BEST) if has_direction(name))
     return {
-        **{name: best for name, best in BEST.items() if name in names},
-        **{name: min if lower_is_better(name) else max for name in others},
+        name: min if lower_is_better(name) else max
+        for name in (*FIRST_METRICS, *sorted(names))
+        if name in names and has_direction(name)
     }
 
 
@@ -222,13 +209,13 @@ def last_and_best(
     """
     summary = {}
     records = list(history)
-    selects = best_values(name for record in records for name in record)
+    selects = best_values(itertools.chain.from_iterable(records))
     if best_by is not None:
-        selects[best_by.metric] = min if best_by.mode == "min" else max
+        selects[best_by.metric] = best_by.select
     for name, best in selects.items():
-        logged = [(record["round"], record[name]) for record in records if name in record]
-        finite = [(t, value) for t, value in logged if np.isfinite(value)]
-        if values := [value for t, value in finite if t > 0] or [value for _, value in finite]:
+        logged = {record["round"]: record.get(name, np.nan) for record in records}
+        finite = {t: value for t, value in logged.items() if np.isfinite(value)}
+        if values := [value for t, value in finite.items() if t > 0] or list(finite.values()):
             summary[name] = {"last": values[-1], "best": best(values)}
     return summary
 
@@ -270,12 +257,26 @@ def parameters_digest(x: Tensor) -> str:
     return hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()
 
 
-def _not_loaded(error: ObjectMissing) -> ConfigError:
-    """Return the error for a run whose Python object is missing where the run is loaded."""
-    return ConfigError(
-        f"{error.reason}; give it to load, as in raysim.load(RUN, {error.section}=...), or load "
-        "the parameters into your own net: NET.load_state_dict(raysim.load(RUN).state_dict)"
-    )
+def total(history: Iterable[Record], metric: str) -> float:
+    """Return the sum of a metric over the rounds that log it.
+
+    Args:
+        history: records of rounds.
+        metric: name of the metric.
+    """
+    return sum(record.get(metric, 0.0) for record in history)
+
+
+def _loaded_plan(folder: Path) -> Plan:
+    """Return the plan of a run in a folder; ConfigError says how to give a missing object."""
+    try:
+        return prepare(folder / "config.yaml")
+    except ObjectMissing as error:
+        raise ConfigError(
+            f"{error.reason}; give it to load, as in raysim.load(RUN, {error.section}=...), or "
+            "load the parameters into your own net: "
+            "NET.load_state_dict(raysim.load(RUN).state_dict)"
+        ) from None
 
 
 def load(run: str | Path, *, tracking_uri: str | None = None, **objects: Any) -> RunResult:
@@ -314,13 +315,9 @@ def load(run: str | Path, *, tracking_uri: str | None = None, **objects: Any) ->
             )
         x = evaluated_params(saved.server)
         history = saved.facts["history"]
-        try:
-            plan = prepare(folder / "config.yaml")
-        except ObjectMissing as error:
-            raise _not_loaded(error) from None
-        named = plan.state_dict(saved.server, x)
+        named = _loaded_plan(folder).state_dict(saved.server, x)
         stopped = f"stopped after round {saved.facts['round']} of {config.rounds}"
-    seconds = sum(record.get("system/round_seconds", 0.0) for record in history)
+    seconds = total(history, "system/round_seconds")
     return RunResult(
         run_id, folder, config, history, x, named, parameters_digest(x), seconds, stopped
     )
@@ -371,7 +368,7 @@ def write_history(history: list[Record], path: Path) -> None:
         history: metrics of each round by name; a missing one leaves its cell empty.
         path: the file, which is replaced.
     """
-    columns = list(dict.fromkeys(k for record in history for k in record))
+    columns = list(dict.fromkeys(itertools.chain.from_iterable(history)))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()

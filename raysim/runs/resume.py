@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import torch
 from raysim.config import loading
 from raysim.config.loading import parse_overrides
 from raysim.config.schema import KEYS_OF_FILES
-from raysim.data import loading_once, partition_digest
+from raysim.config.sections.data import AnyData
+from raysim.data import Dataset, loading_once, partition_digest
 from raysim.data.partition.groups import batch_sizes_of
 from raysim.engine.early_stop import StopRule
 from raysim.engine.plan import Plan
@@ -32,7 +33,7 @@ from raysim.runs.tracked_start import ForkOrigin
 from raysim.server.central_server import Server
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import check_database
-from raysim.tracking.recorder import flatten_parameters
+from raysim.tracking.recorder import differing, flatten_parameters
 from raysim.training.groups import ClientGroup
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.optimizers import kept, make_optimizer
@@ -133,9 +134,7 @@ def reopen(
     load = loading_once()
     before = resolve_plan(read_run_config(folder / "config.yaml", moved), load)
     _check_moved(folder, before, moved)
-    plan = resolve_plan(read_run_config(folder / "config.yaml", overrides), load)
-    if "resources.address" in parsed:  # a trial of a sweep may have one that the sweep used
-        check_address(plan.config)
+    plan = _plan_with(folder, parsed, load)
     if changed := _changes(before, plan):
         raise ConfigError(
             f"{', '.join(changed)}: would change the result of the run in {folder}; "
@@ -147,6 +146,16 @@ def reopen(
     if saved is not None:
         _refuse_finished(folder, plan, saved)
     return plan, folder, saved
+
+
+def _plan_with(
+    folder: Path, changes: Mapping[str, Any], load: Callable[[AnyData], Dataset]
+) -> Plan:
+    """Return the plan of a run with changed keys."""
+    plan = resolve_plan(read_run_config(folder / "config.yaml", changes), load)
+    if "resources.address" in changes:  # a trial of a sweep may have one that the sweep used
+        check_address(plan.config)
+    return plan
 
 
 def _refuse_finished(folder: Path, plan: Plan, saved: checkpoint.Checkpoint) -> None:
@@ -202,20 +211,17 @@ def forked(
     load = loading_once()
     before = resolve_plan(read_run_config(folder / "config.yaml", {"files": None}), load)
     before = replace(before, config=before.config.model_copy(update={"files": recorded}))
-    changes = {"run_dir": None, "files": None, **parsed}
-    plan = resolve_plan(read_run_config(folder / "config.yaml", changes), load)
-    if "resources.address" in parsed:
-        check_address(plan.config)
+    plan = _plan_with(folder, {"run_dir": None, "files": None, **parsed}, load)
     changed = _changes(before, plan)
+    fixed = ["data", "partition", "model", "dtype"]
+    if {before.config.schedule.name, plan.config.schedule.name} != {"sync"}:
+        fixed.append("schedule")
     for key in changed:
-        section = key.removeprefix("files.").partition(".")[0]
-        both_synchronous = before.config.schedule.name == plan.config.schedule.name == "sync"
-        if section in ("data", "partition", "model", "dtype") or (
-            section == "schedule" and not both_synchronous
-        ):
+        name = key.removeprefix("files.")
+        if name.partition(".")[0] in fixed:
             raise ConfigError(
-                f"{key.removeprefix('files.')}: a fork keeps its run's data, partition and model, "
-                "and on a virtual clock its schedule; start a new run instead"
+                f"{name}: a fork keeps its run's data, partition and model, and on a virtual clock "
+                "its schedule; start a new run instead"
             )
     _check_privacy(before, plan, changed)
     saved = _read_checkpoint(folder, before)
@@ -302,13 +308,8 @@ def _kept_tensors(plan: Plan) -> set[str]:
 
 def _changes(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
     """Return the keys that determine the result and differ, with both values."""
-    old = flatten_parameters(before.config.identity())
-    new = flatten_parameters(after.config.identity())
-    return {
-        k: (old.get(k, "unset"), new.get(k, "unset"))
-        for k in {**old, **new}
-        if old.get(k) != new.get(k)
-    }
+    old, new = (flatten_parameters(plan.config.identity()) for plan in (before, after))
+    return differing(old, new, "unset")
 
 
 def _read_checkpoint(folder: Path, plan: Plan) -> checkpoint.Checkpoint | None:

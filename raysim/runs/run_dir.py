@@ -160,11 +160,9 @@ def make_run_dir(plan: Plan) -> Path:
     stem = _stem(plan)
     for number in range(1, 10_000):
         path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
-        if not path.exists():
-            # Another process may create the same folder at the same time.
-            with suppress(FileExistsError):
-                _make(path)
-                return path
+        with suppress(FileExistsError):
+            _make(path)
+            return path
     raise ConfigError(f"run_dir: {stem} and its numbered followers are all taken; give run_dir")
 
 

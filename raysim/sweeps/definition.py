@@ -7,7 +7,6 @@ The section `sweep` of a file or `key=value` on the command line defines the key
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -21,10 +20,12 @@ from raysim.config.schema import Config
 from raysim.config.sections.storage import Tracking
 from raysim.ledger.kept import kept_config
 from raysim.runs.python_inputs import SECTIONS_OF_RULES
+from raysim.runs.result import read_history
+from raysim.runs.run_dir import HISTORY_FILE
 from raysim.sweeps.reading import SweepSettings
-from raysim.sweeps.search_space import Draw, as_text
+from raysim.sweeps.search_space import Draw, title_of
 from raysim.system.json_files import parsed
-from raysim.tracking.recorder import flatten_parameters
+from raysim.tracking.recorder import differing, flatten_parameters
 
 
 class _Result(TypedDict):
@@ -58,9 +59,7 @@ class Trial:
     @property
     def title(self) -> str:
         """Values of the keys that vary as text, or the label if none varies."""
-        return (
-            " ".join(f"{key}={as_text(value)}" for key, value in self.values.items()) or self.label
-        )
+        return title_of(self.values) or self.label
 
     @property
     def params(self) -> dict[str, str]:
@@ -86,8 +85,7 @@ class Trial:
         A run that was resumed for more rounds has more in its file.
         """
         last = (self.result or {}).get("rounds", math.inf)
-        with (self.folder / "history.csv").open(newline="") as file:
-            rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+        rows = read_history(self.folder / HISTORY_FILE)
         return [(t, row) for row in rows if (t := int(row.pop("round"))) <= last]
 
 
@@ -148,12 +146,7 @@ class Sweep:
     def _differing_keys(self) -> set[str]:
         """Return the keys whose values differ between trials."""
         trials = [flatten_parameters(t.config.model_dump(mode="json")) for t in self.trials]
-        differ: set[str] = set()
-        for values, following in itertools.pairwise(trials):
-            for key in values.keys() | following.keys():
-                if values.get(key) != following.get(key):
-                    differ.add(key)
-        return differ
+        return set().union(*itertools.starmap(differing, itertools.pairwise(trials)))
 
     def done(self, trial: Trial) -> bool:
         """Return True if a trial needs no further work in this sweep.

@@ -157,7 +157,7 @@ def _points_with_values(spec: SweepSpec, where: Sequence[str]) -> list[dict[str,
 
 def _is_known_early(params: Sequence[Mapping[str, str]], key: str) -> bool:
     """Return whether a key of `where` has its value before trials are resolved."""
-    name = grouping.full_name(key, {known for entry in params for known in entry})
+    name = grouping.full_name(key, set().union(*params))
     if name is None or HYPERPARAMETER.match(name):
         return False
     return all(entry.get(name) not in ("null", "auto") for entry in params)
@@ -196,10 +196,11 @@ def _check_stopping(asked: EarlyStopping, metric: str, trials: list[Config]) -> 
     """Raise ConfigError if the settings could never stop a trial or the metric is unknown."""
     place = "sweep.early_stopping"
     longest = max(c.rounds for c in trials)
-    if asked.grace_period >= min(longest, asked.max_rounds or longest):
+    longest = min(longest, asked.max_rounds or longest)
+    if asked.grace_period >= longest:
         raise ConfigError(
             f"{place}.grace_period: {asked.grace_period} rounds, and no trial has more than "
-            f"{min(longest, asked.max_rounds or longest)}; lower it, or leave {place} out"
+            f"{longest}; lower it, or leave {place} out"
         )
     early_stop.check_metric(f"{place}.metric", metric, trials)
 

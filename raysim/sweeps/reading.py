@@ -18,7 +18,7 @@ from raysim.prepare.early_validation import ShippedMethods
 from raysim.spelling import did_you_mean
 from raysim.sweeps import search_space
 from raysim.sweeps.early_stopping import EarlyStopping
-from raysim.sweeps.search_space import Axis, Draw, as_text
+from raysim.sweeps.search_space import Axis, Draw, as_text, title_of
 
 Source = str | Path | Mapping[str, Any]
 """Configuration file, name of a shipped one, or mapping."""
@@ -136,7 +136,7 @@ def trial_error(point: Mapping[str, Any], message: str) -> ConfigError:
         point: values of the keys that vary.
         message: what is wrong with the trial.
     """
-    title = " ".join(f"{key}={as_text(value)}" for key, value in point.items())
+    title = title_of(point)
     message += _hint_of_a_list(point, message)
     return ConfigError(f"trial {title}: {message}" if title else message)
 

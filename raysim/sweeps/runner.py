@@ -7,6 +7,7 @@ store. `trials` runs them in parallel.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from raysim.sweeps import summary
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
 from raysim.sweeps.preparation import prepare_sweep
 from raysim.sweeps.summary import SweepResult
-from raysim.sweeps.sweep_ledger import SweepLedger
+from raysim.sweeps.sweep_ledger import NoLedger, SweepLedger
 from raysim.sweeps.trials import local_processes, ray_tune
 from raysim.sweeps.trials.code import pickled_code
 from raysim.sweeps.trials.trial import labels_of
@@ -79,8 +80,8 @@ def sweep(
     connection.start()
     inputs = named_inputs(overrides, several=True)
     planned = prepare_sweep(named_source(source), inputs, folder, where)
-    book = None if ledger is None else SweepLedger(ledger, planned, logger.warning)
-    if book and book.note:
+    book = NoLedger() if ledger is None else SweepLedger(ledger, planned, logger.warning)
+    if book.note:
         logger.info("%s", book.note)
     outcome = run_sweep(planned, parallel, watch, book)
     for trial, error in outcome.failed:
@@ -93,7 +94,7 @@ def run_sweep(
     sweep: Sweep,
     parallel: int | None = None,
     watch: WatchCallback = lambda trial, state, facts: None,
-    ledger: SweepLedger | None = None,
+    ledger: NoLedger | None = None,
 ) -> SweepResult:
     """Run the missing trials of a sweep, as many at once as there is room for.
 
@@ -117,10 +118,9 @@ def run_sweep(
     if parallel is not None and parallel < 1:
         raise ConfigError(f"parallel: {parallel} trials at once; it must be at least 1")
     began = time.monotonic()
-    taken = ledger.taken if ledger else {}
-    missing = [
-        trial for trial in sweep.trials if trial.folder not in taken and not sweep.done(trial)
-    ]
+    ledger = ledger or NoLedger()
+    others = [trial for trial in sweep.trials if trial.folder not in ledger.taken]
+    missing = list(itertools.filterfalse(sweep.done, others))
     with stoppable(), _lock_trials(sweep.folder), _processes(sweep, missing, parallel) as run_all:
         parent = Tracker(sweep.tracking, sweep.folder)
         status: Any = "FAILED"
@@ -183,23 +183,18 @@ def _run_trials(
     missing: list[Trial],
     run_all: RunAll,
     watch: WatchCallback,
-    ledger: SweepLedger | None,
+    ledger: NoLedger,
     parent: Tracker,
 ) -> SweepResult:
     """Use the trials that were finished before, and run the missing ones."""
-    if ledger:
-        for trial in sweep.trials:
-            if trial.folder in ledger.taken:
-                ledger.restore(trial, parent.run_id)
-        ledger.add_ended(sweep)
-        watch = ledger.watched(watch)
-    watch = _Tally(parent, sweep).watched(watch)
-    from_ledger = len(ledger.taken) if ledger else None
-    outcome = SweepResult(sweep, parent.run_id, len(sweep.trials) - len(missing), from_ledger)
+    ledger.restore_taken(sweep, parent.run_id)
+    ledger.add_ended(sweep)
+    watch = _Tally(parent, sweep).watched(ledger.watched(watch))
+    n_done = len(sweep.trials) - len(missing)
+    outcome = SweepResult(sweep, parent.run_id, n_done, ledger.n_taken)
     with _forwarding(sweep, parent.run_id):
         outcome.failed = run_all(parent.run_id, watch)
-    if ledger:
-        ledger.add_ended(sweep)
+    ledger.add_ended(sweep)
     return outcome
 
 
@@ -245,13 +240,9 @@ class _Tally:
             "trials_failed": self.failed,
         }
         reached = [result.get("metrics", {}) for result in self.results]
-        for name, better in best_values(
-            key for trial_metrics in reached for key in trial_metrics
-        ).items():
-            if values := [
-                trial_metrics[name]["best"] for trial_metrics in reached if name in trial_metrics
-            ]:
-                figures[f"best_{name}"] = better(values)
+        names = itertools.chain.from_iterable(reached)
+        for name, better in best_values(names).items():
+            figures[f"best_{name}"] = better(of[name]["best"] for of in reached if name in of)
         self.parent.metrics(figures, step=len(self.results) + self.failed)
 
 

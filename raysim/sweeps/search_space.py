@@ -87,6 +87,15 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def title_of(values: Mapping[str, Any]) -> str:
+    """Return values by key as one would write them on the command line.
+
+    Args:
+        values: values of the keys that vary.
+    """
+    return " ".join(f"{key}={as_text(value)}" for key, value in values.items())
+
+
 # -- a key's values --------------------------------------------------------------------------------
 
 
@@ -204,47 +213,39 @@ def _parse_call(key: str, text: str) -> Draw | None:
 
 
 def _checked_draw(key: str, draw: Draw) -> Draw:
-    kind, arguments = draw.kind, draw.arguments
+    kind = draw.kind
     if kind == "choice":
-        if not arguments:
+        if not draw.arguments:
             raise ConfigError(f"{key}: choice() is of nothing; write choice(a, b)")
-        return Draw(kind, arguments)
-    low, high = _parse_numbers(key, draw)
-    if low == high:
-        raise ConfigError(f"{key}: {draw}: low must be below high; write {key}={as_text(low)}")
-    if low > high:
+        return draw
+    kinds_of_numbers = [type(number) for number in draw.arguments]
+    if len(kinds_of_numbers) != 2 or not {int, float}.issuperset(kinds_of_numbers):
+        raise ConfigError(
+            f"{key}: {draw} is not understood; write {kind}({_DRAW_ARGUMENTS[kind]}), in numbers"
+        )
+    low, high = draw.arguments
+    if low >= high:
         turned = f"{kind}({as_text(high)}, {as_text(low)})"
-        raise ConfigError(f"{key}: {draw}: low must be below high; write {turned}")
+        better = turned if low > high else f"{key}={as_text(low)}"
+        raise ConfigError(f"{key}: {draw}: low must be below high; write {better}")
     if kind == "loguniform" and low <= 0:
         raise ConfigError(f"{key}: {draw}: low must be above 0; take uniform, or a larger low")
-    if kind == "randint" and (isinstance(low, float) or isinstance(high, float)):
+    if kind == "randint" and float in kinds_of_numbers:
         raise ConfigError(
             f"{key}: {draw}: the ends of randint are whole numbers; take uniform for fractions"
         )
-    return Draw(kind, (low, high))
-
-
-def _parse_numbers(key: str, draw: Draw) -> list[Any]:
-    """Return the arguments of a draw, which must be two numbers."""
-    numbers = list(draw.arguments)
-    if len(numbers) != 2 or not {type(number) for number in numbers} <= {int, float}:
-        raise ConfigError(
-            f"{key}: {draw} is not understood; write "
-            f"{draw.kind}({_DRAW_ARGUMENTS[draw.kind]}), in numbers"
-        )
-    return numbers
+    return draw
 
 
 def _is_range(value: Any) -> bool:
     """Return whether a value is a text such as 0..4; refuse what only looks like one."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not re.fullmatch(r"-?\w+\.\.-?\w*", value):
         return False
-    is_range = re.fullmatch(r"\d+\.\.\d+", value) is not None
-    if not is_range and re.fullmatch(r"-?\w+\.\.-?\w*", value):
+    if re.fullmatch(r"\d+\.\.\d+", value) is None:
         raise ConfigError(
             f"{value} is not a range; give two whole numbers, 0..4, the smaller first"
         )
-    return is_range
+    return True
 
 
 def _ends(key: str, value: str) -> list[int]:

@@ -10,11 +10,11 @@ draws.png              if keys are drawn: the best value over each of them
 from __future__ import annotations
 
 import csv
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.metrics import lower_is_better
 from raysim.reports.analysis import aggregate, plots
 from raysim.reports.analysis.curves import curves, grid
@@ -71,6 +71,13 @@ class SweepResult:
         return stopped
 
     @property
+    def unfinished(self) -> dict[Path, tuple[str, str]]:
+        """State and reason of each trial that did not finish, by its folder."""
+        stopped = {trial.folder: ("stopped early", reason) for trial, reason in self.stopped}
+        failed = {trial.folder: ("failed", error) for trial, error in self.failed}
+        return stopped | failed
+
+    @property
     def ended(self) -> list[Trial]:
         """Trials that did not fail."""
         failed = {trial.folder for trial, _ in self.failed}
@@ -86,10 +93,13 @@ class SweepResult:
 
     def as_object(self) -> dict[str, Any]:
         """Return the result as an object that JSON can represent."""
-        errors = {trial.folder: error for trial, error in self.failed}
+        unfinished = self.unfinished
         trials = []
         for trial in self.sweep.trials:
-            known = trial.result or {"run_dir": str(trial.folder), "error": errors[trial.folder]}
+            known = trial.result
+            if known is None:
+                _, error = unfinished[trial.folder]
+                known = {"run_dir": str(trial.folder), "error": error}
             facts = {"values": trial.values, **known}
             # The id in the trial's own result is provisional; the spool has the id in MLflow.
             if run_id := Tail(trial.folder).run_id:
@@ -166,47 +176,47 @@ def _plot(sweep: Sweep, metric: str, runs: list[TrackedRun], rows: list[TableRow
     """Plot the curves of the best rows, and the results over the keys that vary."""
     folder = sweep.folder
     best = sorted(rows, key=sort_key)[:MAX_CURVES]
-    shown = {run_id for row in best for run_id in row.run_ids}
+    shown = set().union(*(row.run_ids for row in best))
     title = f"the best {MAX_CURVES} of {len(rows)}" if len(rows) > MAX_CURVES else ""
     averaged = curves([run for run in runs if run.run_id in shown])
     plots.plot_curves(averaged, metric, "rounds", folder / "curves.png", title)
-    keys = list(dict.fromkeys(key for row in rows for key in row.parameters))
+    keys = list(dict.fromkeys(itertools.chain.from_iterable(row.parameters for row in rows)))
     if sweep.drawn:
         plots.plot_scatter(_drawn(sweep, metric, runs), f"best {metric}", folder / "draws.png")
     elif len(keys) == 2:
         x, y = keys
-        panel = ("", *grid(runs, x, y, metric))
+        panel = plots.Panel("", *grid(runs, x, y, metric))
         plots.plot_heatmap([panel], short(x), short(y), rows[0].figure, folder / "heatmap.png")
 
 
 def _trials_as_runs(outcome: SweepResult) -> tuple[str, list[TrackedRun]]:
     """Return the metric of the comparison, and all trials as runs; failed ones have no history."""
-    unfinished = {trial.folder: "stopped early" for trial, _ in outcome.stopped}
+    unfinished = outcome.unfinished
     histories = {trial.folder: trial.history() for trial in outcome.ended}
-    for trial, _ in outcome.failed:
-        unfinished[trial.folder] = "failed"
-        histories[trial.folder] = []
-    logged = {name for history in histories.values() for _, record in history for name in record}
+    records = itertools.chain.from_iterable(histories.values())
+    logged = set().union(*(record for _, record in records))
     metric = _metric_of_comparison(outcome.sweep, logged)
     runs = []
     for trial in outcome.sweep.trials:
-        history = histories[trial.folder]
+        history = histories.get(trial.folder, [])
         values = [(t, record[metric]) for t, record in history if metric in record]
         params = flatten_parameters(trial.config.model_dump(mode="json"))
-        reason = unfinished.get(trial.folder, "")
-        runs.append(TrackedRun(trial.folder.name, params, values, unfinished=reason, metric=metric))
+        state, _ = unfinished.get(trial.folder, ("", ""))
+        runs.append(TrackedRun(trial.folder.name, params, values, unfinished=state, metric=metric))
     return metric, runs
 
 
 def _metric_of_comparison(sweep: Sweep, logged: set[str]) -> str:
     """Return the metric that stops trials, or else that of a report."""
     stopping = sweep.settings.early_stopping
-    metric = None if stopping is None else stopping.metric
     # Tables sort in the usual direction of a metric, so early stopping must have the same one.
-    if stopping and metric in logged and stopping.lower == lower_is_better(metric):
-        return metric
-    best = sweep.trials[0].config.evaluate.best or DEFAULT_BEST
-    return default_metric(best.metric, logged)
+    if (
+        stopping
+        and stopping.metric in logged
+        and stopping.lower == lower_is_better(stopping.metric)
+    ):
+        return stopping.metric
+    return default_metric(sweep.trials[0].config.evaluate.best_by.metric, logged)
 
 
 def _best(run: TrackedRun) -> float | None:
@@ -216,9 +226,7 @@ def _best(run: TrackedRun) -> float | None:
 
 def _write_trials(outcome: SweepResult, metric: str, runs: list[TrackedRun]) -> None:
     """Write the lines of trials.csv."""
-    reasons = {trial.folder: error.splitlines()[0] for trial, error in outcome.failed}
-    for trial, reason in outcome.stopped:
-        reasons.setdefault(trial.folder, reason)
+    unfinished = outcome.unfinished
     axes = [key for key in outcome.sweep.axes if key != "seed"]
     figures = [f"best {metric}", f"last {metric}", "seconds"]
     with (outcome.sweep.folder / "trials.csv").open("w", newline="") as file:
@@ -226,11 +234,11 @@ def _write_trials(outcome: SweepResult, metric: str, runs: list[TrackedRun]) -> 
         writer.writerow([*axes, *_STATE, *figures, "run", "folder"])
         for trial, run in zip(outcome.sweep.trials, runs, strict=True):
             result = trial.result or {}
-            state = run.unfinished or "finished"
-            why = reasons.get(trial.folder, "")
+            state, why = unfinished.get(trial.folder, ("finished", ""))
             last = run.history[-1][1] if run.history else None
             values = [as_text(trial.values[key]) if key in trial.values else "" for key in axes]
-            values += [trial.config.seed, state, why, result.get("rounds"), trial.failures]
+            reason = why.partition("\n")[0]  # without the traceback
+            values += [trial.config.seed, state, reason, result.get("rounds"), trial.failures]
             values += [_best(run), last, result.get("seconds")]
             writer.writerow([*values, Tail(trial.folder).run_id, trial.folder])
 

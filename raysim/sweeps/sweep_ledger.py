@@ -11,7 +11,9 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from raysim.errors import ConfigError
@@ -19,6 +21,7 @@ from raysim.ledger.kept import kept_config, kept_history
 from raysim.ledger.ledger_file import append_rows, check_writable, read_rows
 from raysim.ledger.ledger_row import VERSIONS, Row
 from raysim.ledger.matching import matching_row
+from raysim.reports.tracked import by_key
 from raysim.runs.provenance import versions
 from raysim.runs.result import best_figures, last_and_best, write_history
 from raysim.runs.run_dir import HISTORY_FILE, without_secrets
@@ -34,7 +37,48 @@ RESULT_FILE = "result.json"
 """Result of an ended trial."""
 
 
-class SweepLedger:
+class NoLedger:
+    """Ledger of a sweep that has none: it replaces no trial and keeps no row."""
+
+    note = ""
+    """Warning that the file may be the wrong one: it is new or of other runs; or ""."""
+
+    taken: Mapping[Path, Row] = MappingProxyType({})
+    """Rows by the folders of the trials that they replace."""
+
+    n_taken: int | None = None
+    """Number of these rows; None without a ledger."""
+
+    def restore_taken(self, sweep: Sweep, parent: str) -> None:
+        """Write the folders of the trials that rows replace.
+
+        Args:
+            sweep: the sweep.
+            parent: id of the sweep's run in the tracking store.
+        """
+
+    def add_ended(self, sweep: Sweep) -> None:
+        """Append the rows of all trials of a sweep that have ended.
+
+        Args:
+            sweep: the sweep.
+
+        Raises:
+            ConfigError: the ledger cannot be written.
+        """
+
+    def watched(self, watch: WatchCallback) -> WatchCallback:
+        """Return a watch that also appends the row of each trial that ends.
+
+        A row that cannot be written does not stop the other trials; it is tried again at the end.
+
+        Args:
+            watch: called with all events.
+        """
+        return watch
+
+
+class SweepLedger(NoLedger):
     """Ledger of a sweep: the rows that replace trials, and those that trials add.
 
     Args:
@@ -49,8 +93,6 @@ class SweepLedger:
     def __init__(self, path: str | Path, sweep: Sweep, say: Callable[[str], None]):
         self.path = Path(path)
         check_writable(self.path)
-        self.note = ""
-        """Warning that the file may be the wrong one: it is new or of other runs; or ""."""
         if not self.path.exists():
             self.note = f"{self.path}: a new ledger, written after the first run"
         rows = read_rows([self.path], say)
@@ -60,19 +102,16 @@ class SweepLedger:
             self.note = f"{self.path}: none of its {len(rows)} rows is of one of these trials"
         done = {trial.folder for trial in sweep.trials if sweep.done(trial)}
         self.taken = {folder: row for folder, row in matching.items() if folder not in done}
-        """Rows by the folders of the trials that they replace."""
+        self.n_taken = len(self.taken)
         _name_versions([*self.taken.values()], say)
 
-    def restore(self, trial: Trial, parent: str) -> None:
-        """Write the folder of a trial that a row replaces.
-
-        Args:
-            trial: a trial in `taken`.
-            parent: id of the sweep's run in the tracking store.
-        """
-        tracking = without_secrets(trial.config).tracking
-        recorder = Recorder(tracking.uri, tracking.experiment, trial.folder, parent)
-        _restore(trial, self.taken[trial.folder], self.path, recorder)
+    def restore_taken(self, sweep: Sweep, parent: str) -> None:
+        """Write the folders of the trials that rows replace. See `NoLedger.restore_taken`."""
+        tracking = without_secrets(sweep.trials[0].config).tracking
+        for trial in sweep.trials:
+            if row := self.taken.get(trial.folder):
+                recorder = Recorder(tracking.uri, tracking.experiment, trial.folder, parent)
+                _restore(trial, row, self.path, recorder)
 
     def add(self, trials: Iterable[Trial]) -> None:
         """Append the rows of ended trials that the ledger does not have.
@@ -92,24 +131,11 @@ class SweepLedger:
         self._known |= set(new)
 
     def add_ended(self, sweep: Sweep) -> None:
-        """Append the rows of all trials of a sweep that have ended.
-
-        Args:
-            sweep: the sweep.
-
-        Raises:
-            ConfigError: the ledger cannot be written.
-        """
+        """Append the rows of all trials that have ended. See `NoLedger.add_ended`."""
         self.add(trial for trial in sweep.trials if sweep.done(trial))
 
     def watched(self, watch: WatchCallback) -> WatchCallback:
-        """Return a watch that also appends the row of each trial that ends.
-
-        A row that cannot be written does not stop the other trials; it is tried again at the end.
-
-        Args:
-            watch: called with all events.
-        """
+        """Return a watch that also appends the row of each trial. See `NoLedger.watched`."""
 
         def adding(trial: Trial, state: str, facts: Mapping[str, Any]) -> None:
             if state in ("finished", "stopped"):
@@ -124,9 +150,7 @@ class SweepLedger:
 
 def _matching_rows(rows: Sequence[Row], sweep: Sweep) -> dict[Path, Row]:
     """Return the rows that stand for trials, by the folders of these."""
-    by_identity: dict[str, list[Row]] = {}
-    for row in rows:
-        by_identity.setdefault(row.fingerprint, []).append(row)
+    by_identity = by_key(rows, attrgetter("fingerprint"))
     stopping = sweep.settings.early_stopping
     settings = stopping and stopping.model_dump(mode="json")
     matching = {}

@@ -34,11 +34,7 @@ def replay_spool(run_dir: Path, to_a_new_run: bool = False) -> int:
         ConfigError: there is no spool, or the store's address lacks its credentials.
         RaysimError: the run is still training, or the server cannot be reached.
     """
-    if not (Path(run_dir) / SPOOL_FILE).is_file():
-        raise ConfigError(
-            f"{run_dir}: nothing was tracked here (there is no {SPOOL_FILE}); give a run's folder"
-        )
-    spool = Spool(run_dir)
+    spool = _existing_spool(run_dir)
     with contextlib.closing(spool), contextlib.closing(Connection()) as connection:
         start = spool.last("start")
         uri = _where_it_is(start, spool.path.parent) if start else ""
@@ -92,11 +88,7 @@ def add_to(
         RaysimError: the run is still training, or the server cannot be reached. In the last case
             `replay_spool` can send the metrics later.
     """
-    if not (Path(run_dir) / SPOOL_FILE).is_file():
-        raise ConfigError(
-            f"{run_dir}: nothing was tracked here (there is no {SPOOL_FILE}); give a run's folder"
-        )
-    spool = Spool(run_dir)
+    spool = _existing_spool(run_dir)
     now = Clock(spool.latest).now()
     with contextlib.closing(spool):
         if metrics:
@@ -111,6 +103,15 @@ def add_to(
             }
         )
     replay_spool(run_dir)
+
+
+def _existing_spool(run_dir: Path) -> Spool:
+    """Return the spool of a run, which must have one."""
+    if not (Path(run_dir) / SPOOL_FILE).is_file():
+        raise ConfigError(
+            f"{run_dir}: nothing was tracked here (there is no {SPOOL_FILE}); give a run's folder"
+        )
+    return Spool(run_dir)
 
 
 def _where_it_is(start: Mapping[str, Any], run_dir: Path) -> str:

@@ -56,6 +56,23 @@ def flatten_parameters(nested: Mapping[str, Any], prefix: str = "") -> dict[str,
     return flat
 
 
+def differing(
+    before: Mapping[str, str], after: Mapping[str, str], absent: str = "absent"
+) -> dict[str, tuple[str, str]]:
+    """Return the parameters that differ, with both values.
+
+    Args:
+        before: text by dotted key, as from `flatten_parameters`.
+        after: the same of another configuration.
+        absent: text for a parameter that one of both lacks.
+    """
+    return {
+        key: (before.get(key, absent), after.get(key, absent))
+        for key in {**before, **after}
+        if before.get(key) != after.get(key)
+    }
+
+
 def legal(key: str) -> str:
     """Return a name that MLflow accepts: letters, digits and _ - . space : /, at most 250.
 

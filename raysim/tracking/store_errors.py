@@ -90,14 +90,15 @@ def remedy(uri: str, error: Exception | None) -> str:
 
 def _remedy_of_a_file(database: Path, error: str) -> str:
     """Return advice for a SQLite file that does not work."""
-    if "already exists" in error:
-        return (
-            f"A process was killed while it made the tables; remove {database} if no run is in it"
-        )
-    if "database is locked" in error:
-        return f"End the process that holds {database}"
-    if "disk" in error:
-        return f"Make room on the disk of {database}"
+    advice = {
+        "already exists": "A process was killed while it made the tables; remove "
+        f"{database} if no run is in it",
+        "database is locked": f"End the process that holds {database}",
+        "disk": f"Make room on the disk of {database}",
+    }
+    for words in advice:
+        if words in error:
+            return advice[words]
     return f"See that {database} can be written and was made by this version of MLflow"
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 import raysim
 from raysim.cli import progress
 from raysim.cli.progress import RunProgress, preparing, summary
+from raysim.config.sections.evaluation import Evaluate
 from raysim.errors import ConfigError
 from raysim.runs import progress as run_progress
 from raysim.runs.progress import duration, times
@@ -49,9 +50,7 @@ def plan(rounds: int) -> Any:
     data = SimpleNamespace(name="mnist")
     return SimpleNamespace(
         label="fedavg",
-        config=SimpleNamespace(
-            rounds=rounds, resources=resources, data=data, evaluate=SimpleNamespace(best=None)
-        ),
+        config=SimpleNamespace(rounds=rounds, resources=resources, data=data, evaluate=Evaluate()),
     )
 
 
@@ -135,7 +134,7 @@ def test_a_notebook_shows_an_error_as_one_sentence():
 def test_summary():
     history = [{"round": 0.0, "accuracy": 0.1}, {"round": 1.0, "accuracy": 0.9}, {"round": 2.0}]
     history += [{"round": 3.0, "accuracy": 0.8}]
-    config = SimpleNamespace(evaluate=SimpleNamespace(best=None))
+    config = SimpleNamespace(evaluate=Evaluate())
     result: Any = SimpleNamespace(
         rounds=3,
         seconds=4.0,
@@ -156,9 +155,7 @@ def test_summary():
 
 
 def test_summary_of_a_private_run():
-    config = SimpleNamespace(
-        evaluate=SimpleNamespace(best=None), privacy=SimpleNamespace(delta=1e-5)
-    )
+    config = SimpleNamespace(evaluate=Evaluate(), privacy=SimpleNamespace(delta=1e-5))
     result: Any = SimpleNamespace(
         rounds=1,
         seconds=4.0,

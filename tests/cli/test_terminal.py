@@ -49,7 +49,7 @@ def test_every_way_to_the_terminal(name, monkeypatch):
                 rounds=2,
                 resources=SimpleNamespace(actors=2, executor="inline"),
                 data=SimpleNamespace(name=name),
-                evaluate=SimpleNamespace(best=SimpleNamespace(metric=name)),
+                evaluate=SimpleNamespace(best_by=SimpleNamespace(metric=name)),
             ),
         )
         with RunProgress(plan, console) as run:

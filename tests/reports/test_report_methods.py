@@ -158,12 +158,11 @@ def test_runs_without_a_value_count_and_are_named_but_give_no_figures():
         TrackedRun("x", {"partition.alpha": "1", "seed": "1"}, [], unfinished="failed"),
     ]
     runs.append(TrackedRun("y", {"partition.alpha": "2"}, [], unfinished="failed"))
-    half, none = aggregate.ranked(rows(runs))
+    half, none = rows(runs)
     assert half.seeds == 2 and half.result and half.result.n == 1 and half.unfinished == "1 failed"
     assert none.result is None and none.difference is None
     assert (
-        ResultsTable([half, none]).markdown().splitlines()[3]
-        == "| 2 | 1 | – | – | – | 0 | 1 failed |"
+        ResultsTable([half, none]).markdown().splitlines()[3] == "| 2 | 1 | – | – | 0 | 1 failed |"
     )
     assert len(curves(runs)) == 1 and "textbf" not in ResultsTable([none]).latex()
 
@@ -656,7 +655,8 @@ def test_parts_over_two_parameters_differ_in_nothing_else(tmp_path: Path):
         ("partition.alpha 0.1", 6),
     ]
     grids = [
-        (name, *grid(part, "server.beta1", "server.beta2", say=said.append)) for name, part in parts
+        plots.Panel(name, *grid(part, "server.beta1", "server.beta2", say=said.append))
+        for name, part in parts
     ]
     assert not said and grids[1][1:3] == (["0", "0.5"], ["0", "0.1", "0.9"])
     assert grids[1][3]["0.5", "0.9"] == pytest.approx(0.6)
@@ -723,7 +723,8 @@ def test_panels_of_a_heatmap_share_a_scale_that_ends_at_100_percent(tmp_path: Pa
     monkeypatch.setattr(plots, "_panels", lambda *a, **k: drawn.append(real(*a, **k)) or drawn[-1])
 
     def colours(*values: float, shown: Figure) -> list[tuple[float, float]]:
-        panels = [(f"{v}", ["a"], ["first", "second"], {("a", "first"): v}) for v in values]
+        lines = ["first", "second"]
+        panels = [plots.Panel(f"{v}", ["a"], lines, {("a", "first"): v}) for v in values]
         y = "groups.attackers.client.boost,groups.attackers.client.epsilon"
         plots.plot_heatmap(panels, "algorithm", y, shown, tmp_path / "h.png")
         figure, places = drawn[-1]

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from raysim.cli.base import check_choice
 from raysim.cli.completion import PLACES
 from raysim.cli.pages.keys import (
     NO_DEFAULT,
@@ -16,7 +17,6 @@ from raysim.cli.pages.keys import (
     print_page,
 )
 from raysim.errors import ConfigError
-from raysim.spelling import did_you_mean
 
 TAGS = ("name", "unit")
 """Keys that choose the kind of a section."""
@@ -86,8 +86,7 @@ def _part(listing: str, name: str) -> Any:
         parts = {probe_name: probe for probe_name, probe, _ in probes.catalogue()}
     else:
         parts = known.get(listing) or explain.choices(PLACES[listing].rpartition(".")[2])
-    if name not in parts:
-        raise ConfigError(f"list {listing}: nothing called '{name}'{did_you_mean(name, parts)}")
+    check_choice(f"list {listing}", name, parts)
     return parts[name]
 
 

@@ -19,9 +19,8 @@ from typing import Any
 from pydantic import BaseModel, PydanticUserError, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
-from rich.table import Table
 
-from raysim.cli.base import print_table
+from raysim.cli.base import facts_table, print_table, rows_table
 from raysim.cli.terminal import say
 
 KeyRow = dict[str, str]
@@ -64,6 +63,11 @@ def keys_of(part: type[Any], settings: Mapping[str, Any] | None = None) -> list[
             Key(field.alias or name, _section_default(field), meanings.get(name, ""))
             for name, field in part.model_fields.items()
         ]
+    # A server rule that counts clients equally refuses weights, one without steps lr.
+    refused = {
+        "weights": getattr(part, "counts_equally", False),
+        "lr": not getattr(part, "steps_by_lr", True),
+    }
     return [
         Key(
             field.name,
@@ -71,9 +75,7 @@ def keys_of(part: type[Any], settings: Mapping[str, Any] | None = None) -> list[
             meanings.get(field.name, ""),
         )
         for field in dataclasses.fields(part)
-        # A server rule that counts clients equally refuses weights, one without steps lr.
-        if not (field.name == "weights" and getattr(part, "counts_equally", False))
-        and not (field.name == "lr" and not getattr(part, "steps_by_lr", True))
+        if not refused.get(field.name)
     ]
 
 
@@ -192,17 +194,10 @@ def print_page(facts: Mapping[str, str], rows: list[dict[str, str]]) -> None:
         facts: texts by title.
         rows: texts of each key by column.
     """
-    table = Table(show_header=False, box=None)
-    for fact in facts.items():
-        table.add_row(*fact)
-    print_table(table)
-    if not rows:
-        return
-    say()
-    table = Table(*rows[0], box=None)
-    for row in rows:
-        table.add_row(*row.values())
-    print_table(table)
+    print_table(facts_table(facts))
+    if rows:
+        say()
+        print_table(rows_table(rows))
 
 
 def _section_default(field: FieldInfo) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -88,6 +89,11 @@ class BestBy(Section):
     mode: Literal["max", "min"]
     """`max` if larger values are better, `min` if smaller ones are."""
 
+    @property
+    def select(self) -> Callable[..., Any]:
+        """Builtin function that returns the best of several values: `max` or `min`."""
+        return max if self.mode == "max" else min
+
 
 DEFAULT_BEST = BestBy(metric="accuracy", mode="max")
 """The metric of runs of classification, and of configurations that were not resolved."""
@@ -119,6 +125,11 @@ class Evaluate(Section):
         tuple[Annotated[Named, BeforeValidator(named)], ...], BeforeValidator(as_list)
     ] = ()
     """Your own probes: path.py:Class, or a mapping with that `name` and its parameters."""
+
+    @property
+    def best_by(self) -> BestBy:
+        """Metric that selects the best model, also if the configuration is not resolved."""
+        return self.best or DEFAULT_BEST
 
     def named_probes(self) -> dict[str, Named]:
         """Return the user's probes by their keys."""

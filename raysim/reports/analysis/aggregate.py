@@ -5,7 +5,6 @@ Reports read only the tracking store and therefore work for runs of other machin
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,7 +25,6 @@ from raysim.reports.grouping import (
 )
 from raysim.reports.table_row import Figure, MeanStd, Rank, TableRow, sort_key, value_key
 from raysim.reports.tracked import Statistic, TrackedRun
-from raysim.reports.value_names import readable
 
 Goal = Callable[[Sequence[TrackedRun]], float | None]
 """Function from runs that differ only in their seed to their target (None: no target)."""
@@ -105,33 +103,28 @@ def rows(
     """
     figures = figures_of(metric, statistics, direction(runs, metric), select_by)
     choice_lower = bool(select_by) and direction(runs, select_by)
-    keys_of_rows = group
+    keys = group_keys(runs, group)
     if across and not group:
-        named = resolved(runs, across, "columns (--columns)")
-        keys_of_rows = list(dict.fromkeys([*group_keys(runs, None), *named]))
-    groups = grouped(runs, keys_of_rows, say)
-    names = readable([named for named, _ in groups])
+        keys = list(dict.fromkeys([*keys, *resolved(runs, across, "columns (--columns)")]))
+    groups = grouped(runs, keys, say)
     table = []
-    for named, (_, members) in zip(names, groups, strict=True):
+    for named, members in groups:
         goal = target(members) if callable(target) else target
         table.append(_row(named, members, figures, goal, choice_lower))
     if not best_of:
         return table
-    keys = resolved(runs, best_of, "best_of (--best-of)")
-    if group:
-        distinguishing = resolved(runs, group, "group (--group)")
-        for key in keys:
-            if key not in distinguishing:
-                raise ConfigError(
-                    f"best_of (--best-of): '{key}' is not a parameter of group (--group); "
-                    "add it there"
-                )
+    choosing = resolved(runs, best_of, "best_of (--best-of)")
+    for key in choosing if group else ():
+        if key not in keys:
+            raise ConfigError(
+                f"best_of (--best-of): '{key}' is not a parameter of group (--group); add it there"
+            )
     best_rows: dict[tuple, TableRow] = {}
     for row, (_, members) in zip(table, groups, strict=True):
-        combination = tuple(value_of(members[0].params, key) for key in keys)
+        combination = tuple(value_of(members[0].params, key) for key in choosing)
+        # Of rows that are equally good the first one stays.
         best_row = best_rows.setdefault(combination, row)
-        if _choice_key(row) < _choice_key(best_row):
-            best_rows[combination] = row
+        best_rows[combination] = min([best_row, row], key=_choice_key)
     return list(best_rows.values())
 
 
@@ -166,6 +159,7 @@ def _row(
     runs = [run for run in members if run.history]
     chosen = [run.chosen for run in runs if run.chosen]
     last_rounds = [run.history[-1][0] for run in runs] or [0]
+    params = [run.params for run in members]
     return TableRow(
         parameters,
         len(members),
@@ -173,13 +167,13 @@ def _row(
         _cost_of_target(runs, target, figures[0].lower),
         (min(last_rounds), max(last_rounds)),
         tuple(run.run_id for run in members),
-        _shared_params(members),
+        dict(set.intersection(*(set(values.items()) for values in params))),
         choice=MeanStd.of([value for _, value in chosen]),
         choice_lower=choice_lower,
         chosen_round=MeanStd.of([t for t, _ in chosen]),
         target=target,
         unfinished=_unfinished(members),
-        pooled=any(key != PARTITION_SEED for key in varied([run.params for run in members])),
+        pooled=bool(set(varied(params)) - {PARTITION_SEED}),
     )
 
 
@@ -197,12 +191,6 @@ def _cost_of_target(
     return MeanStd.of(costs)
 
 
-def _shared_params(members: Sequence[TrackedRun]) -> dict[str, str]:
-    """Return the parameters that all runs have in common."""
-    shared = set.intersection(*(set(run.params.items()) for run in members))
-    return {key: value for key, value in members[0].params.items() if (key, value) in shared}
-
-
 def _unfinished(members: Sequence[TrackedRun]) -> str:
     """Return the number of unfinished runs by reason, as text."""
     reasons = Counter(run.unfinished for run in members if run.unfinished)
@@ -218,30 +206,23 @@ def ranked(
     its other parameters define the method.
 
     Args:
-        table: Rows, as from `rows`.
+        table: Rows, as from `rows`, which have a result.
         say: Called with one line if the methods do not share all scenarios.
     """
     splits = [split_scenario(row.parameters) for row in table]
     ranks = pd.DataFrame(splits, columns=["scenario", "method"])
-    ranks["key"] = [sort_key(row) if row.result else math.nan for row in table]
+    ranks["key"] = list(map(sort_key, table))
     ranks["place"] = ranks.groupby("scenario")["key"].rank()
     places = ranks.groupby("method")["place"]
     ranks["mean"] = places.transform("mean")
     ranks["scenarios"] = places.transform("count")
-    counts = set()
-    ranked_rows = []
-    for row, rank in zip(table, ranks.to_dict("records"), strict=True):
-        if row.result:
-            known = Rank(rank["place"], rank["mean"], rank["scenarios"])
-            row = replace(row, rank=known)
-            counts.add(known.scenarios)
-        ranked_rows.append(row)
-    if len(counts) > 1:
+    if len(set(ranks["scenarios"])) > 1:
         say(
             "mean ranks cover different scenarios because not every method is in all of them; use "
             "--group and --best-of"
         )
-    return ranked_rows
+    figures = ranks[["place", "mean", "scenarios"]].itertuples(index=False)
+    return [replace(row, rank=Rank(*known)) for row, known in zip(table, figures, strict=True)]
 
 
 def add_published(

@@ -67,7 +67,7 @@ def compared(
 
     Args:
         table: Rows, as from `aggregate.rows`.
-        runs: The runs of the rows.
+        runs: The runs of the rows, which have histories.
         reference: Parameter of the reference rows as KEY=VALUE.
         say: Called with one line if seeds are left out because only one of both has them.
 
@@ -79,7 +79,6 @@ def compared(
     results: _Results = {
         run.run_id: (replicate(run.params), run.value(figure.statistic, figure.lower))
         for run in runs
-        if run.history
     }
     compared_rows = []
     n_unpaired = 0
@@ -107,7 +106,7 @@ def _reference_rows(
     chosen = {run.run_id for run in reference_runs(runs, reference, OPTION)}
     references: dict[tuple, TableRow] = {}
     for row in sorted(table, key=sort_key):
-        if row.result and not row.pooled and chosen.issuperset(row.run_ids):
+        if not row.pooled and chosen.issuperset(row.run_ids):
             references.setdefault(_scenario(row), row)
     if not references:
         raise ConfigError(
@@ -124,7 +123,7 @@ def _scenario(row: TableRow) -> tuple:
 
 def _finite_by_seed(row: TableRow, results: _Results) -> dict[str, float]:
     """Return the finite results of a row by seed."""
-    by_seed = dict(results[run_id] for run_id in row.run_ids if run_id in results)
+    by_seed = dict(results[run_id] for run_id in row.run_ids)
     return {seed: value for seed, value in by_seed.items() if math.isfinite(value)}
 
 

@@ -20,7 +20,6 @@ from raysim.reports.grouping import (
 from raysim.reports.published import PublishedResult
 from raysim.reports.table_row import MeanStd, place_of_row
 from raysim.reports.tracked import Statistic, TrackedRun
-from raysim.reports.value_names import readable
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,9 @@ def curves(
         ConfigError: No run has a parameter of `group` or `panels`.
     """
     panel_keys = resolved(runs, panels, "panels (--panels)")
-    groups = grouped(runs, list(dict.fromkeys([*panel_keys, *group_keys(runs, group)])), say)
-    names = readable([named for named, _ in groups])
+    keys = list(dict.fromkeys([*panel_keys, *group_keys(runs, group)]))
     result = []
-    for named, (_, members) in zip(names, groups, strict=True):
+    for named, members in grouped(runs, keys, say):
         panel = {key: named.pop(key) for key in panel_keys if key in named}
         with_history = [run for run in members if run.history]
         if with_history:
@@ -72,12 +70,9 @@ def curves(
 def _curve(text: str, panel: str, members: Sequence[TrackedRun]) -> Curve:
     """Return the curve of runs that differ only in their seed."""
     histories = [dict(run.history) for run in members]
-    costs, figures = [], []
-    for t in sorted(set.intersection(*map(set, histories))):
-        figure = MeanStd.of([history[t] for history in histories])
-        if figure:
-            costs.append(statistics.fmean(run.cost(t) for run in members))
-            figures.append(figure)
+    rounds = sorted(set.intersection(*map(set, histories)))
+    costs = [statistics.fmean(run.cost(t) for run in members) for t in rounds]
+    figures = [MeanStd.over([history[t] for history in histories]) for t in rounds]
     return Curve(text, costs, figures, panel)
 
 
@@ -114,7 +109,7 @@ def along(
         figures: list[MeanStd] = []
         for row in table:
             figure = row.result if target is None else row.to_target
-            if figure and row.parameters:
+            if figure:
                 values.append(row.parameters[key])
                 figures.append(figure)
         try:
@@ -171,8 +166,9 @@ def grid(
                 order[pair[-1]] = place_of_row(row, of_axis, place)
             first, second = pair
             cells[first, second] = row.result.mean
-            if row.printed is not None and row.printed.best is not None:
-                published[first, second] = row.printed.best
+            best = getattr(row.printed, "best", None)
+            if best is not None:
+                published[first, second] = best
     if not cells:
         raise ConfigError(f"x and y (--x and --y): no run has both {x} and {y}")
     columns, lines = (sorted(order, key=order.__getitem__) for order in orders)

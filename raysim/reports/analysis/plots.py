@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from textwrap import fill
 from types import MappingProxyType
@@ -22,6 +23,7 @@ from matplotlib.ticker import MaxNLocator
 from raysim.metrics import is_share
 from raysim.reports.table_columns import MISSING_TEXT
 from raysim.reports.table_row import Figure
+from raysim.reports.tracked import by_key
 from raysim.reports.value_names import NO_NAMES, Names, named
 
 if TYPE_CHECKING:
@@ -61,9 +63,7 @@ def plot_curves(
         title: Title of the figure; "" for none.
         logarithmic: True for a logarithmic x-axis.
     """
-    panels: dict[str, list[Curve]] = {}
-    for curve in curves:
-        panels.setdefault(curve.panel, []).append(curve)
+    panels = by_key(curves, attrgetter("panel"))
     labels = list(dict.fromkeys(curve.label for curve in curves))
     figure, cells = _panels(len(panels), (10, 6) if len(panels) == 1 else (6, 4.5))
     for axes, (panel, shown) in zip(cells, panels.items(), strict=True):
@@ -143,7 +143,7 @@ class Panel(NamedTuple):
 
 
 def plot_heatmap(
-    panels: Sequence[tuple],
+    panels: Sequence[Panel],
     x: str,
     y: str,
     shown: Figure,
@@ -153,8 +153,7 @@ def plot_heatmap(
     """Plot heatmaps of a result over two parameters; the first value of y is at the top.
 
     Args:
-        panels: At least one panel, with the values of `Panel`. All have one colour scale, which is
-            that of our results.
+        panels: At least one panel. All have one colour scale, which is that of our results.
         x: Label of the x-axis.
         y: Label of the y-axis.
         shown: Metric and statistic of the cells; accuracies are shown in percent.
@@ -162,17 +161,15 @@ def plot_heatmap(
         names: Names of values, parameters and the metric.
     """
     scale = 100 if shown.percent else 1
-    drawn = [Panel(*panel) for panel in panels]
     tables = []
-    for panel in drawn:
+    for panel in panels:
         values = [[panel.cells.get((c, r), np.nan) for c in panel.columns] for r in panel.lines]
         tables.append(scale * np.array(values))
-    low, high = _colour_range(np.concatenate([np.ravel(table) for table in tables]), shown.percent)
-    n_columns = max(len(panel.columns) for panel in drawn)
-    n_lines = max(len(panel.lines) for panel in drawn)
+    low, high = _colour_range(np.concatenate(tables, axis=None), shown.percent)
+    n_lines, n_columns = np.max([table.shape for table in tables], axis=0).tolist()
     size = (2 + 0.8 * n_columns, max(1.5 + 0.6 * n_lines, MIN_HEATMAP_INCHES))
     canvas, places = _panels(len(panels), size, shared=False)
-    for axes, panel, values in zip(places, drawn, tables, strict=True):
+    for axes, panel, values in zip(places, panels, tables, strict=True):
         axes.imshow(values, cmap="viridis", aspect="auto", vmin=low, vmax=high)
         _write_cells(axes, panel, values, shown.percent, (low + high) / 2)
         _name_ticks(axes, panel, names)
@@ -180,7 +177,7 @@ def plot_heatmap(
         axes.set_ylabel(_wrapped(_axis_label(y, names), size[1]))
         axes.set_title(fill(panel.title, MAX_TITLE_LETTERS), fontsize="small")
     header = shown.header(names, alone=False)
-    if any(panel.published for panel in drawn):
+    if any(panel.published for panel in panels):
         header += " (in brackets: paper)"
     fraction = 0.15 / min(len(panels), 3)  # of the width of a panel, which is matplotlib's default
     colours = places[0].images[0]

@@ -27,11 +27,10 @@ from raysim.errors import ConfigError
 from raysim.metrics import is_share
 from raysim.reports.analysis.aggregate import direction
 from raysim.reports.analysis.plots import Cloud
-from raysim.reports.grouping import grouped
+from raysim.reports.grouping import group_keys, grouped
 from raysim.reports.table_columns import as_markdown
 from raysim.reports.table_row import short
 from raysim.reports.tracked import Statistic, TrackedRun
-from raysim.reports.value_names import readable
 
 T = TypeVar("T", bound=Hashable)
 
@@ -108,26 +107,22 @@ def effects(
     Raises:
         ConfigError: No run has a parameter, or fewer than three runs have all parameters.
     """
-    groups = grouped(runs, keys)
-    named = readable([values for values, _ in groups])
-    names = list(dict.fromkeys(key for values in named for key in values))
-    values_of_runs: list[dict[str, str]] = []
-    results: list[float] = []
-    for values, (_, members) in zip(named, groups, strict=True):
-        if len(values) == len(names):
-            values_of_runs += [values] * len(members)
-            results += [result(run) for run in members]
+    records = []
+    for values, members in grouped(runs, group_keys(runs, keys)):
+        records += [{**values, "": result(run)} for run in members]
+    table = pd.DataFrame(records)
+    names = [name for name in table if name]
+    table = table.dropna(subset=names)
+    results = table[""].tolist()
     if not names or len(results) < 3:
         raise ConfigError(
             f"keys (--keys): only {len(results)} runs have all compared parameters "
             f"({', '.join(map(short, names)) or 'none differs'}); choose parameters that at least "
             "three runs have"
         )
-    ordered = []
-    for name in names:
-        ordered.append(_effect(name, [values[name] for values in values_of_runs], results))
+    ordered = [_effect(name, table[name].tolist(), results) for name in names]
     ordered.sort(key=lambda effect: -effect.share)
-    together = explained_share(results, [tuple(values.items()) for values in values_of_runs])
+    together = explained_share(results, list(table[names].itertuples(index=False, name=None)))
     return ordered if math.isnan(together) else [*ordered, Effect("all together", together)]
 
 

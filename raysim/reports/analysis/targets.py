@@ -8,7 +8,7 @@ from raysim.errors import ConfigError
 from raysim.metrics import is_share
 from raysim.reports.analysis.aggregate import Goal, direction, rows
 from raysim.reports.grouping import SCENARIO_KEY_PREFIXES, reference_runs, varied
-from raysim.reports.tracked import TrackedRun
+from raysim.reports.tracked import TrackedRun, by_key
 
 
 def why_unreachable(value: float, metric: str) -> str | None:
@@ -60,25 +60,25 @@ def share_of(
         A function from the runs of a row to their target; None without reference runs.
 
     Raises:
-        ConfigError: `reference` is not KEY=VALUE, no run has this parameter and value, or none of
-            them has the metric.
+        ConfigError: `reference` is not KEY=VALUE, or no run has this parameter and value.
     """
     # Raises if no scenario has a reference run.
     fraction_of(runs, reference, share, metric)
     keys = [
         key for key in varied([run.params for run in runs]) if key.startswith(SCENARIO_KEY_PREFIXES)
     ]
-    parts: dict[tuple, list[TrackedRun]] = {}
-    for run in runs:
-        parts.setdefault(tuple(run.params.get(key) for key in keys), []).append(run)
+
+    def scenario_of(run: TrackedRun) -> tuple:
+        return tuple(map(run.params.get, keys))
+
     goals: dict[tuple, float | None] = {}
-    for scenario, members in parts.items():
+    for scenario, members in by_key(runs, scenario_of).items():
         try:
             goals[scenario] = fraction_of(members, reference, share, metric)
         except ConfigError:
             goals[scenario] = None
             say(f"no target where no run has {reference}: {', '.join(filter(None, scenario))}")
-    return lambda members: goals[tuple(members[0].params.get(key) for key in keys)]
+    return lambda members: goals[scenario_of(members[0])]
 
 
 def fraction_of(
@@ -89,18 +89,15 @@ def fraction_of(
     The best value is the mean over seeds of the best row of reference runs.
 
     Args:
-        runs: Runs that contain the reference runs.
+        runs: Runs with histories of the metric, among them the reference runs.
         reference: Parameter of the reference runs as KEY=VALUE.
         share: Factor of the best value, from 0 to 1.
         metric: Metric of the histories.
 
     Raises:
-        ConfigError: `reference` is not KEY=VALUE, no run has this parameter and value, or none of
-            them has the metric.
+        ConfigError: `reference` is not KEY=VALUE, or no run has this parameter and value.
     """
     option = "relative_to (--relative-to)"
     chosen = reference_runs(runs, reference, option)
     best = [row.result.mean for row in rows(chosen, metric) if row.result]
-    if not best:
-        raise ConfigError(f"{option}: no run with {reference} has a value of {metric}")
     return share * (min if direction(runs, metric) else max)(best)

@@ -43,7 +43,7 @@ class RoundsTo(Section):
 
 def _statistic(statistic: Any) -> Any:
     names = get_args(Statistic)
-    if isinstance(statistic, str) and statistic in names:
+    if statistic in names:
         return statistic
     if isinstance(statistic, Mapping) and set(statistic) == {"rounds_to"}:
         value = statistic["rounds_to"]
@@ -104,7 +104,7 @@ class RightSide(ClaimSide):
 
 
 def _right_side(side: Any) -> Any:
-    return {"value": side} if isinstance(side, int | float) and not isinstance(side, bool) else side
+    return {"value": side} if type(side) in (int, float) else side
 
 
 class Figure(Section):
@@ -164,6 +164,11 @@ class Claim(Section):
     """Parameters for whose values the claim is checked separately."""
     figure: Figure | None = None
     """Plot to draw with the claim."""
+
+    @property
+    def sides(self) -> dict[str, ClaimSide]:
+        """Sides that compare runs, by name: left, and right unless it is a number."""
+        return {"left": self.left} | ({"right": self.right} if self.right.value is None else {})
 
     @model_validator(mode="after")
     def _can_be_decided(self) -> Claim:
@@ -279,25 +284,23 @@ def _claim(entry: Any, place: str) -> Claim:
     left, right, figure = claim.left, claim.right, claim.figure
     unset = ClaimSide.model_fields.keys() - right.model_fields_set
     right = right.model_copy(update={key: getattr(left, key) for key in unset})
-    for key, value, metric in _metric_values(left, right, claim.margin):
-        if why := why_unreachable(value, metric):
-            raise ConfigError(f"{place}.{key}: {why}")
     if figure is not None:
         metric = figure.metric or left.metric
         file = figure.file or place.replace("s.", "-") + ".png"
         figure = figure.model_copy(update={"metric": metric, "file": file})
-    return claim.model_copy(update={"right": right, "figure": figure})
+    claim = claim.model_copy(update={"right": right, "figure": figure})
+    for key, value, metric in _metric_values(claim):
+        if why := why_unreachable(value, metric):
+            raise ConfigError(f"{place}.{key}: {why}")
+    return claim
 
 
-def _metric_values(
-    left: ClaimSide, right: RightSide, margin: float
-) -> Iterator[tuple[str, float, str]]:
+def _metric_values(claim: Claim) -> Iterator[tuple[str, float, str]]:
     """Yield key, number and metric of all numbers of a claim that are values of a metric."""
-    sides = {"left": left} | ({"right": right} if right.value is None else {})
-    for name, side in sides.items():
+    for name, side in claim.sides.items():
         if isinstance(side.statistic, RoundsTo):
             yield f"{name}.statistic.rounds_to", side.statistic.rounds_to, side.metric
-    if not isinstance(left.statistic, RoundsTo):
-        if right.value is not None:
-            yield "right", right.value, left.metric
-        yield "margin", margin, left.metric
+    if not isinstance(claim.left.statistic, RoundsTo):
+        if claim.right.value is not None:
+            yield "right", claim.right.value, claim.left.metric
+        yield "margin", claim.margin, claim.left.metric

@@ -85,7 +85,7 @@ def _lines(claim: Claim, runs_of: RunsOf, place: str) -> list[ClaimResult]:
     """Return the results of a claim: one for each combination of values of its `each`."""
     runs_of_sides: list[Sequence[TrackedRun]] = []
     pool: list[TrackedRun] = []
-    for name, side in _sides(claim).items():
+    for name, side in claim.sides.items():
         try:
             runs = runs_of(side.metric)
         except MetricMissing as error:
@@ -93,7 +93,7 @@ def _lines(claim: Claim, runs_of: RunsOf, place: str) -> list[ClaimResult]:
         pool += runs
         runs_of_sides.append(grouping.having(runs, side.where, f"{place}.{name}.where"))
     left = runs_of_sides[0]
-    right = runs_of_sides[1] if claim.right.value is None else []
+    right = runs_of_sides[-1]  # a number is compared with the runs of the left side alone
     keys = grouping.resolved(pool, claim.each, f"{place}.each")
     right_keys = _keys_of_right_side(claim, pool, right, keys, place)
     compared = [*left, *right] if right_keys == keys else left
@@ -101,10 +101,8 @@ def _lines(claim: Claim, runs_of: RunsOf, place: str) -> list[ClaimResult]:
         return [_line(claim, {}, runs_of_sides)]
     lines = []
     for named in _values_of_lines(claim, pool, compared, keys):
-        runs_of_line = [_runs_with(left, named, keys)]
-        if claim.right.value is None:
-            runs_of_line.append(_runs_with(right, named, right_keys))
-        lines.append(_line(claim, named, runs_of_line))
+        runs_of_line = [_runs_with(left, named, keys), _runs_with(right, named, right_keys)]
+        lines.append(_line(claim, named, runs_of_line[: len(claim.sides)]))
     return lines
 
 
@@ -140,7 +138,7 @@ def _values_of_lines(
     A listed value without a run has a line too, so that the report shows what is missing. This
     needs groups of the same keys.
     """
-    known = [named for named, _ in grouping.grouped(compared, keys)]
+    known = [named for named, _ in grouping.divided(compared, keys)]
     if any(len(named) < len(keys) for named in known):
         return known
     full_names = grouping.resolved(pool, claim.left.where, "where")
@@ -162,11 +160,6 @@ def _same(named: Mapping[str, str], other: Mapping[str, str]) -> bool:
     return all(same_value(value, other[key]) for key, value in named.items())
 
 
-def _sides(claim: Claim) -> dict[str, ClaimSide]:
-    """Return the sides that compare runs."""
-    return {"left": claim.left} | ({"right": claim.right} if claim.right.value is None else {})
-
-
 def _runs_with(
     runs: Sequence[TrackedRun], named: Mapping[str, str], keys: Sequence[str]
 ) -> list[TrackedRun]:
@@ -183,7 +176,7 @@ def _line(
     measured: list[dict[str, Span]] = []
     texts: list[str] = []
     wheres: list[Mapping[str, Sequence[str]]] = []
-    for side, runs in zip(_sides(claim).values(), runs_of_sides, strict=True):
+    for side, runs in zip(claim.sides.values(), runs_of_sides, strict=True):
         measured.append(_measured(runs, side))
         texts.append(_text(measured[-1], side))
         wheres.append(_narrowed(side.where, named))
@@ -268,7 +261,7 @@ def _methods(
     """Return the runs in groups that differ only in their seeds, that of the partition included."""
     varied = grouping.varied([run.params for run in runs])
     keys = [key for key in varied if key != grouping.PARTITION_SEED]
-    return grouping.grouped(runs, keys) if keys else [({}, list(runs))]
+    return grouping.divided(runs, keys)
 
 
 def _measured(runs: Iterable[TrackedRun], side: ClaimSide) -> dict[str, Span]:
@@ -280,7 +273,8 @@ def _measured(runs: Iterable[TrackedRun], side: ClaimSide) -> dict[str, Span]:
 
 
 def _mean(spans: Sequence[Span]) -> Span:
-    return statistics.fmean(low for low, _ in spans), statistics.fmean(high for _, high in spans)
+    lows, highs = zip(*spans, strict=True)
+    return statistics.fmean(lows), statistics.fmean(highs)
 
 
 def _reached(run: TrackedRun, side: ClaimSide) -> Span:

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from raysim.config.sections.evaluation import DEFAULT_BEST, BestBy
+from raysim.config.sections.evaluation import BestBy
 from raysim.data.examples import Examples
 from raysim.engine.loop import Record
 from raysim.engine.plan import Plan
@@ -109,7 +109,7 @@ def _net(plan: Plan, folder: Path, which: Which) -> tuple[nn.Module, int]:
 
 def _best(plan: Plan, folder: Path) -> tuple[nn.Module, int]:
     """Return the net of the best checkpoint, and its round."""
-    best = plan.config.evaluate.best or DEFAULT_BEST
+    best = plan.config.evaluate.best_by
     saved = checkpoint.read_best(folder, logger.warning, best)
     if saved is None:
         raise ConfigError(
@@ -126,8 +126,7 @@ def _best(plan: Plan, folder: Path) -> tuple[nn.Module, int]:
 def _warn_of_a_better_round(t: int, history: list[Record], best: BestBy) -> None:
     """Warn if a round was better than round t, the best one with a checkpoint."""
     values = {record["round"]: record[best.metric] for record in history if best.metric in record}
-    choose = max if best.mode == "max" else min
-    better = choose(values, key=lambda t: values[t], default=t)
+    better = best.select(values, key=lambda t: values[t], default=t)
     if t in values and values[better] != values[t]:
         logger.warning(
             f"the best checkpoint is that of round {t}, {best.metric} {values[t]:.4f}; round "

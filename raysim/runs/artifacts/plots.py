@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ def plot_learning_curve(history: Sequence[Mapping[str, float]], path: Path) -> N
     figure = Figure(figsize=(10, 4), dpi=100)
     figure.subplots_adjust(left=0.08, right=0.985, bottom=0.13, top=0.92, wspace=0.19)
     FigureCanvasAgg(figure)
-    names = list(dict.fromkeys(name for row in history for name in row))
+    names = list(dict.fromkeys(itertools.chain.from_iterable(history)))
     for axes, kind in zip(figure.subplots(1, 2), ("accuracy", "loss"), strict=True):
         for name in names:
             if not name.endswith(kind):

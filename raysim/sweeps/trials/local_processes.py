@@ -143,20 +143,27 @@ class LocalProcesses:
                 # A child of a dead process may still hold the other end of the connection.
                 if connection not in ready and process.popen.poll() is None:
                     continue
-                place = cast(int, process.place)
-                what, content = process.receive()
-                if what == "reported":
-                    process.send(log.reported(place, content))
+                failed = self._heard(process, log)
+                if failed is None:
                     continue
-                process.place = None
-                if process.died:
-                    log.died(place, process.ending())
-                if (process.died or content) and attempts[place] < retries:
+                place, process.place = cast(int, process.place), None
+                if failed and attempts[place] < retries:
                     attempts[place] += 1
                     log.again(place)
                     waiting.appendleft(place)
                 else:
                     log.ended(place, died=process.died)
+
+    def _heard(self, process: _Process, log: TrialLog) -> bool | None:
+        """Hear what a process says: whether its trial has failed, or None while it goes on."""
+        place = cast(int, process.place)
+        what, content = process.receive()
+        if what == "reported":
+            process.send(log.reported(place, content))
+            return None
+        if process.died:
+            log.died(place, process.ending())
+        return process.died or bool(content)
 
     def _give_out(self, waiting: deque[int], job: bytes, log: TrialLog) -> None:
         """Let each idle process train a trial that waits."""

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.config.tracking_uri import mask_secrets
 from raysim.data import partition_digest
 from raysim.engine.loop import Record
@@ -81,7 +80,7 @@ def train_trial(
             RungTracker(stopping, trial.config.rounds),
             report,
             saved.facts["history"] if saved else (),
-            ((trial.config.evaluate.best or DEFAULT_BEST).metric, "loss"),
+            (trial.config.evaluate.best_by.metric, "loss"),
         )
         result = experiment.execute(
             ready, trial.folder, saved, progress=reporter, tracker=recorder
@@ -147,7 +146,7 @@ def _where_it_stopped(trial: Trial, ready: Plan) -> checkpoint.Checkpoint | None
         "data": ready.dataset.digest,
         "partition": partition_digest(ready.clients),
     }
-    return saved if saved and all(saved.facts[fact] == now for fact, now in same.items()) else None
+    return saved if saved and same.items() <= saved.facts.items() else None
 
 
 class TrialReporter:

@@ -6,7 +6,6 @@ import getpass
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -78,36 +77,34 @@ class StoredRun(RunInStore):
                 self._deliver(records[:1])
         except Exception as error:
             if _final(error) and records[0]["kind"] != "start":
-                self._get(self.run_id or "")  # every record of a deleted run would be refused
+                self._get(self.run_id)  # every record of a deleted run would be refused
                 raise Refused(brief(error)) from error
             raise
         return count
 
     def _deliver(self, records: list[dict[str, Any]]) -> None:
-        match records[0]:
-            case {"kind": "metrics"}:
-                self._metrics(records)
-            case {"kind": "start"} as start:
-                self._open(start)
-            case {"kind": "params", "values": values}:
-                self._params(values)
-            case {"kind": "tags", "values": values}:
-                self._tags(values)
-            case {"kind": "inputs"} as record:
-                self._inputs(record)
-            case {"kind": "artifact", "path": path, "folder": folder}:
-                self._file(self.run_dir / path, folder)
-            case {"kind": "parent", "parent": parent}:
-                self._tags(_under(self._id_of(parent)))
-            case {"kind": "finish", "status": status, "time": end}:
-                self._client.set_terminated(self.run_id, status, end)
+        send_kind = {
+            "start": self._open,
+            "params": self._params,
+            "tags": lambda record: self._tags(record["values"]),
+            "metrics": lambda record: self._metrics(records),
+            "inputs": self._inputs,
+            "artifact": self._file,
+            "parent": lambda record: self._tags(_under(self._id_of(record["parent"]))),
+            "finish": self._end,
+        }
+        send_kind[records[0]["kind"]](records[0])
 
-    def _file(self, path: Path, folder: str | None) -> None:
+    def _end(self, finish: Mapping[str, Any]) -> None:
+        self._client.set_terminated(self.run_id, finish["status"], finish["time"])
+
+    def _file(self, record: Mapping[str, Any]) -> None:
         """Send a file or a folder."""
+        path = self.run_dir / record["path"]
         if not path.exists():
             raise Refused(f"{path} no longer exists")
         if self.is_server:
-            address = self._get(self.run_id or "").info.artifact_uri
+            address = self._get(self.run_id).info.artifact_uri
             if urlsplit(address).scheme in ("", "file"):
                 raise FileRefused(
                     f"the server names a folder of this machine for them, {address}; start it with "
@@ -115,9 +112,9 @@ class StoredRun(RunInStore):
                 )
         send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
         try:
-            send(self.run_id, str(path), folder)
+            send(self.run_id, str(path), record["folder"])
         except Exception as error:
-            self._get(self.run_id or "")  # raises if it is the server that fails, not its files
+            self._get(self.run_id)  # raises if it is the server that fails, not its files
             raise FileRefused(brief(error)) from error
 
     def _find(self, name: str) -> Any:
@@ -143,7 +140,7 @@ class StoredRun(RunInStore):
         run = self._find(name)
         return run.info.run_id if run else name
 
-    def _get(self, run_id: str) -> Any:
+    def _get(self, run_id: str | None) -> Any:
         try:
             run = self._client.get_run(run_id)
         except Exception as error:
@@ -207,11 +204,13 @@ class StoredRun(RunInStore):
             }
         return self._steps[key]
 
-    def _params(self, values: Mapping[str, str]) -> None:
+    def _params(self, record: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        values = {legal(key): self._fit(value, key, "params") for key, value in values.items()}
-        there = self._get(self.run_id or "").data.params
+        values: dict[str, str] = {}
+        for key, value in record["values"].items():
+            values[legal(key)] = self._fit(value, key, "params")
+        there = self._get(self.run_id).data.params
         new = [Param(key, value) for key, value in values.items() if key not in there]
         for part in _parts(new, _MAX_VALUES_PER_REQUEST):
             self._client.log_batch(self.run_id, params=part)
