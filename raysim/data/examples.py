@@ -7,6 +7,7 @@ run's dtype once, and integers (tokens) to int64 in each batch.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Literal
 
@@ -16,6 +17,11 @@ from torch import Tensor
 
 from raysim.data.dataset import Dataset, broadcastable
 
+logger = logging.getLogger("raysim")
+
+MAX_SHARE_OF_MEMORY = 0.5
+"""Share of a GPU's free memory that examples may take; nets and lanes need the rest."""
+
 NUMBERS_PER_AUGMENTATION = 3
 """Uniform numbers that augmentation uses for each sample: for row, column and mirroring."""
 
@@ -24,7 +30,9 @@ class Examples:
     """One half of a data set as tensors on one device.
 
     The arrays are moved to the device once. On a CPU the tensors share their memory. The arrays may
-    be read-only, as those from Ray's object store are.
+    be read-only, as those from Ray's object store are. Arrays that are too large for a GPU stay in
+    the host's memory; then each batch is gathered there, and copied through pinned memory. The
+    bits of batches are the same.
 
     Args:
         x: uint8 [n, C, H, W], or numbers of any other type and shape [n, ...].
@@ -35,6 +43,10 @@ class Examples:
         flip: whether augmentation mirrors images, see `Dataset`.
         device: the device of the tensors.
         dtype: the dtype of the inputs.
+        gpus: share of the GPU that this process has, for the choice of the memory.
+
+    Attributes:
+        stored_on: the device of `x` and `y`.
     """
 
     def __init__(
@@ -47,13 +59,15 @@ class Examples:
         flip: bool = False,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
+        gpus: float = 1.0,
     ):
         self.device = torch.device(device)
+        self.stored_on = _place_of_examples(x.nbytes + y.nbytes, self.device, gpus)
         self.dtype = dtype
         self.pad = pad
         self.flip = flip
-        self.x = shared_tensor(x).to(self.device)
-        self.y = _typed(shared_tensor(y).to(self.device), dtype)
+        self.x = shared_tensor(x).to(self.stored_on)
+        self.y = _typed(shared_tensor(y).to(self.stored_on), dtype)
         self.scale = self.shift = None
         if scale is not None and shift is not None:
             self.scale = shared_tensor(broadcastable(scale)).to(self.device, dtype)
@@ -68,6 +82,7 @@ class Examples:
         half: Literal["train", "test"],
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
+        gpus: float = 1.0,
     ) -> Examples:
         """Return one half of a data set.
 
@@ -78,6 +93,7 @@ class Examples:
             half: "train" or "test".
             device: the device of the tensors.
             dtype: the dtype of the inputs.
+            gpus: share of the GPU that this process has.
         """
         if half == "train":
             return cls(
@@ -89,9 +105,16 @@ class Examples:
                 dataset.flip,
                 device,
                 dtype,
+                gpus,
             )
         return cls(
-            dataset.x_test, dataset.y_test, dataset.scale, dataset.shift, device=device, dtype=dtype
+            dataset.x_test,
+            dataset.y_test,
+            dataset.scale,
+            dataset.shift,
+            device=device,
+            dtype=dtype,
+            gpus=gpus,
         )
 
     def __len__(self) -> int:
@@ -113,11 +136,9 @@ class Examples:
             are copies.
         """
         if isinstance(indices, np.ndarray):
-            writable = indices if indices.flags.writeable else indices.copy()
-            positions = on_device(writable, self.device)
-        else:
-            positions = indices.to(self.device)
-        x = self.x.index_select(0, positions)
+            indices = torch.from_numpy(indices if indices.flags.writeable else indices.copy())
+        positions = moved(indices, self.stored_on)
+        x = self._gathered(self.x, positions)
         if augment is not None and (self.pad or self.flip):
             draws = (
                 augment.random((len(positions), NUMBERS_PER_AUGMENTATION))
@@ -125,11 +146,15 @@ class Examples:
                 else augment
             )
             x = self._augment(x, draws)
-        y = self.y.index_select(0, positions)
+        y = self._gathered(self.y, positions)
         if self.scale is None or self.shift is None:
             return _typed(x, self.dtype), y
         # A fused multiply-add rounds differently in its vectorised part and in its tail.
         return x.to(self.dtype).mul_(self.scale).add_(self.shift), y
+
+    def _gathered(self, values: Tensor, positions: Tensor) -> Tensor:
+        """Return the rows of x or y at `positions`, on the device of the batches."""
+        return moved(values.index_select(0, positions), self.device)
 
     def _augment(self, x: Tensor, draws: np.ndarray) -> Tensor:
         """Crop raw pixels after zero padding, as torchvision does, and mirror where u < 1/2."""
@@ -164,6 +189,16 @@ def shared_tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
 
+def own_copy(array: np.ndarray, like: Tensor) -> Tensor:
+    """Return a copy of an array as a tensor of the device and the type of another one.
+
+    Args:
+        array: the array; it may be read-only.
+        like: the other tensor.
+    """
+    return on_device(np.array(array), like.device, like.dtype)
+
+
 def on_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return an array as a tensor on a device.
 
@@ -174,7 +209,49 @@ def on_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None
         device: the device.
         dtype: the type; None: that of the array.
     """
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, dtype, non_blocking=device.type == "cuda")
+    return moved(torch.from_numpy(array), device, dtype)
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor on a device; itself if it is there.
+
+    From the CPU to a GPU the copy goes through pinned memory, and takes place when the stream comes
+    to it.
+
+    Args:
+        tensor: the tensor.
+        device: the device.
+        dtype: the type; None: that of the tensor.
+    """
+    if tensor.is_cpu and device.type == "cuda":
+        # Converted here, because a copy that converts would not go through pinned memory.
+        return tensor.to(dtype=dtype).pin_memory().to(device, non_blocking=True)
+    return tensor.to(device, dtype)
+
+
+def _place_of_examples(nbytes: int, device: torch.device, gpus: float) -> torch.device:
+    """Return where to store examples of so many bytes whose batches are on `device`."""
+    if device.type != "cuda":
+        return device
+    free = free_bytes(gpus)
+    if nbytes <= MAX_SHARE_OF_MEMORY * free:
+        return device
+    logger.info(
+        "examples of %.2f GB stay in the host's memory, because the GPU has %.2f GB left for this "
+        "process; their batches are copied as they are needed, with the same bits",
+        nbytes / 1e9,
+        free / 1e9,
+    )
+    return torch.device("cpu")
+
+
+def free_bytes(gpus: float) -> int:
+    """Return the bytes of the current GPU that this process can still take.
+
+    Args:
+        gpus: share of the GPU that the process has; more than 1, and 0 for none of its own, count
+            as the whole.
+    """
+    free, total = torch.cuda.mem_get_info()
+    share = min(gpus, 1.0) or 1.0
+    return min(free, int(share * total) - torch.cuda.memory_reserved())

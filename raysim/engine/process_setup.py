@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +31,7 @@ from raysim.server.central_server import Server
 from raysim.server.client_dp_noise import NoisyMean
 from raysim.server.update_steps import PersonalParameters, TrainingProblem, UpdateStep
 from raysim.system import machine
-from raysim.system.deterministic_kernels import use_deterministic_kernels
+from raysim.system.deterministic_kernels import set_cuda_variables, use_deterministic_kernels
 from raysim.training.client_evaluator import ClientEvaluator, uses_own_models
 from raysim.training.groups import ClientGroup, WorkerParts
 from raysim.training.personal import PersonalParts
@@ -88,8 +87,7 @@ def configure_process(resources: Resources, on_gpu: bool) -> Callable[[], None]:
     torch.set_num_threads(resources.threads)
     restored: list[Callable[[], None]] = [partial(torch.set_num_threads, threads)]
     if on_gpu:
-        # With fewer queues than streams, lanes wait for each other. CUDA reads it when it starts.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        set_cuda_variables(resources.deterministic)
     if on_gpu and resources.deterministic:
         restored.append(use_deterministic_kernels())
 
@@ -117,14 +115,15 @@ def make_trainer(plan: Plan, device: str) -> GroupTrainer:
         plan: the plan of the run.
         device: name of the torch device.
     """
-    examples = Examples.of(plan.dataset, "train", device, plan.dtype)
+    gpus = plan.config.resources.gpus
+    examples = Examples.of(plan.dataset, "train", device, plan.dtype, gpus)
     model = plan.model(device)
     x0 = plan.initial[0].to(device)
     measures = probes.measures(plan)
     kind = TRAINERS[plan.mode]
     rules = (plan.client, *(group.rule for group in plan.groups))
     # Loaded when it is first needed, because most workers need no test examples.
-    test_half = cache(lambda: Examples.of(plan.dataset, "test", device, plan.dtype))
+    test_half = cache(lambda: Examples.of(plan.dataset, "test", device, plan.dtype, gpus))
     tests = vals = None
     if isinstance(plan.clients, Clients):
         size = plan.config.evaluate.batch_size

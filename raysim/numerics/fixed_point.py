@@ -105,8 +105,9 @@ class BlockSum:
         count: number of rows.
         value: [P]; the sum is `value` times `weight`.
         weight: factor of `value`; 1 unless the block has a single row.
-        size: bound of the magnitudes; NaN or infinite if an entry is.
-        exponent: exponent of the block's unit.
+        extremes: [2], the smallest and the largest entry of `value`, for a block on a GPU. Whoever
+            has several blocks may put copies in the host's memory in their place, so that the host
+            need not wait for each.
 
     Raises:
         ValueError: there are not as many weights as rows.
@@ -121,17 +122,40 @@ class BlockSum:
         if self.count > 1:
             self.value = rows[0].new_zeros(rows[0].shape, dtype=torch.float64)
             self.weight = 1.0
-            parts = self.value.split(ENTRIES_PER_SUM)
-            row_parts = zip(*(row.split(ENTRIES_PER_SUM) for row in rows), strict=True)
+            # A cache is no concern on a GPU, where each part would be a kernel of its own.
+            size = ENTRIES_PER_SUM if self.value.device.type == "cpu" else max(len(self.value), 1)
+            parts = self.value.split(size)
+            row_parts = zip(*(row.split(size) for row in rows), strict=True)
             for part, rows_here in zip(parts, row_parts, strict=True):
                 for row_part, weight in zip(rows_here, weights, strict=True):
                     part.add_(row_part, alpha=weight)
-        self.size, largest = self._sizes()
-        self.exponent = UNIT_EXPONENT
-        if 0 < largest < SMALL_BLOCK:
-            exponent_of_largest = math.frexp(largest)[1] - 1
-            steps = (exponent_of_largest - SMALL_BLOCK_BITS) // EXPONENTS_APART
-            self.exponent = EXPONENTS_APART * steps
+        self.extremes: Tensor | None = None
+        self._known_sizes: tuple[float, float] | None = None
+        if self.value.device.type == "cpu":
+            self._known_sizes = self._sizes()
+        elif self.value.numel():
+            self.extremes = torch.stack(torch.aminmax(self.value))
+
+    @property
+    def size(self) -> float:
+        """Bound of the magnitudes; NaN or infinite if an entry is."""
+        return self._read()[0]
+
+    @property
+    def exponent(self) -> int:
+        """Exponent of the block's unit."""
+        largest = self._read()[1]
+        if not 0 < largest < SMALL_BLOCK:
+            return UNIT_EXPONENT
+        exponent_of_largest = math.frexp(largest)[1] - 1
+        steps = (exponent_of_largest - SMALL_BLOCK_BITS) // EXPONENTS_APART
+        return EXPONENTS_APART * steps
+
+    def _read(self) -> tuple[float, float]:
+        """Return what `_sizes` returns, computed once."""
+        if self._known_sizes is None:
+            self._known_sizes = self._sizes()
+        return self._known_sizes
 
     def _sizes(self) -> tuple[float, float]:
         """Return a bound of the magnitudes, and the largest one if it is below `SMALL_BLOCK`.
@@ -140,6 +164,10 @@ class BlockSum:
         number of torch's threads.
         """
         factor = abs(self.weight)
+        if self.extremes is not None:
+            low, high = self.extremes.tolist()
+            largest = max(-low, high) * factor
+            return largest, largest
         pieces = _cache_sized_pieces(self.value)
         if len(pieces) > 1:
             norm = float(torch.linalg.vector_norm(self.value)) * factor
@@ -237,7 +265,7 @@ class FixedSum:
             _cache_sized_pieces, (self._limbs[exponent], *(block.value for block in blocks))
         )
         scratch = torch.empty(len(blocks), len(totals[0]), dtype=torch.float64, device=value.device)
-        shift = scratch.new_tensor(ROUNDING_SHIFT)
+        shift = scratch.new_full((), ROUNDING_SHIFT)
         for total, *parts in zip(totals, *columns, strict=True):
             is_only = is_first and len(blocks) == 1
             shifted = total.view(torch.float64)[None] if is_only else scratch[:, : len(total)]
@@ -261,7 +289,7 @@ class FixedSum:
         units = [2.0 ** (exponent - lift) for exponent in exponents]
         parts, *columns = map(_cache_sized_pieces, (value, *limbs))
         scratch = torch.empty(2, len(parts[0]), dtype=torch.float64, device=value.device)
-        shift = scratch.new_tensor(ROUNDING_SHIFT)
+        shift = scratch.new_full((), ROUNDING_SHIFT)
         for part, *limb_parts in zip(parts, *columns, strict=True):
             rest, whole = scratch[:, : len(part)].unbind()
             rest.copy_(part).mul_(2.0**-lift).mul_(block.weight)

@@ -78,6 +78,9 @@ def _check_cores() -> tuple[bool, str]:
 def _check_gpus() -> tuple[bool, str]:
     import torch
 
+    from raysim.system.deterministic_kernels import set_cuda_variables
+
+    set_cuda_variables(deterministic=True)
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return True, ", ".join(names) or "none (resources.gpus must be 0)"
 

@@ -33,6 +33,7 @@ from raysim.prepare.workload import Rules, build_problem, build_rules
 from raysim.prepare.written_out import write_out
 from raysim.rules.methods import registry
 from raysim.spelling import lacking
+from raysim.system.deterministic_kernels import set_cuda_variables
 from raysim.training.groups import ClientGroup
 
 
@@ -193,6 +194,9 @@ def load_config(raw: Mapping[str, Any]) -> Config:
     _refuse_bare_hyperparameters(raw)
     config = _with_full_reference(explain.checked_section(Config, raw))
     file_digests.check_file_digests(config.files, file_digests.of_code(config))
+    if config.resources.gpus or config.resources.server_on_gpu:
+        # The checks below are the first to ask for a GPU.
+        set_cuda_variables(config.resources.deterministic)
     checks.check_resources(config)
     checks.check_client_store(config)
     checks.check_logged_models(config)

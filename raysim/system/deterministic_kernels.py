@@ -1,4 +1,7 @@
-"""Deterministic kernels on a GPU, with which a repeated computation gives the same bits."""
+"""Deterministic kernels on a GPU, with which a repeated computation gives the same bits.
+
+And the environment variables that CUDA's libraries read once, when a process first uses them.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,25 @@ from raysim.errors import RaysimError
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_SETTING = ":4096:8"
 """The variable, and its value with which cuBLAS gives the same bits."""
+QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+QUEUES_SETTING = "32"
+"""The variable, and the number of a device's queues. With fewer queues than streams, lanes wait for
+each other."""
 REFUSAL = "does not have a deterministic implementation"
 """What PyTorch says of an operation that has no deterministic kernel."""
+
+
+def set_cuda_variables(deterministic: bool) -> None:
+    """Set the environment variables of CUDA that a user has not set.
+
+    Call it before anything else asks for a GPU: later changes have no effect in a process.
+
+    Args:
+        deterministic: whether the process will use deterministic kernels only.
+    """
+    os.environ.setdefault(QUEUES_VARIABLE, QUEUES_SETTING)
+    if deterministic:
+        os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_SETTING)
 
 
 def use_deterministic_kernels() -> Callable[[], None]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from raysim.config.schema import Config
+from raysim.data.examples import own_copy
 from raysim.errors import ConfigError, ContractError
 from raysim.models.flat import Model
 from raysim.rules.contract import ClientRule, Report, State, overridden
@@ -75,10 +76,11 @@ class PersonalParts:
         shared, buffers = broadcast.shared, broadcast.buffers
         if self.mask is not None and PARAMETERS_KEY in kept:
             local_params = broadcast.global_params.clone()
-            local_params[self.mask] = torch.tensor(kept[PARAMETERS_KEY]).to(local_params)
+            own = own_copy(kept[PARAMETERS_KEY], local_params)
+            local_params.index_copy_(0, self._personal, own)
             shared = {**shared, "x": local_params}
         if STATISTICS_KEY in kept:
-            buffers = torch.tensor(kept[STATISTICS_KEY]).to(buffers)
+            buffers = own_copy(kept[STATISTICS_KEY], buffers)
         return Broadcast(shared, buffers)
 
     def kept(self, w: Tensor, buffers: Tensor) -> State:
@@ -88,7 +90,7 @@ class PersonalParts:
             w: [P], its parameters.
             buffers: [Q], its BatchNorm statistics.
         """
-        of_model = {} if self.mask is None else {PARAMETERS_KEY: w[self.mask]}
+        of_model = {} if self.mask is None else {PARAMETERS_KEY: w.index_select(0, self._personal)}
         return of_model | ({STATISTICS_KEY: buffers} if self.statistics == "personal" else {})
 
     def without(self, report: Report, keys: list[str]) -> Report:
@@ -113,7 +115,7 @@ class PersonalParts:
         """
         compacted = dict(report)
         for key in self._with_personal(report, keys):
-            compacted[key] = report[key][~self._mask]
+            compacted[key] = report[key].index_select(0, self._sent)
         return compacted
 
     def expanded(self, compacted: Report, report: Report) -> Report:
@@ -126,8 +128,8 @@ class PersonalParts:
         expanded = dict(compacted)
         for key, value in report.items():
             if compacted[key].shape != value.shape:
-                expanded[key] = torch.zeros_like(value)
-                expanded[key][~self._mask] = compacted[key]
+                zeros = torch.zeros_like(value)
+                expanded[key] = zeros.index_copy_(0, self._sent, compacted[key])
         return expanded
 
     def _with_personal(self, report: Report, keys: list[str]) -> list[str]:
@@ -138,6 +140,16 @@ class PersonalParts:
     def _mask(self) -> Tensor:
         assert self.mask is not None
         return self.mask
+
+    @cached_property
+    def _personal(self) -> Tensor:
+        """Positions of the personal parameters, which a GPU need not find for each client anew."""
+        return self._mask.nonzero()[:, 0]
+
+    @cached_property
+    def _sent(self) -> Tensor:
+        """Positions of the other parameters."""
+        return (~self._mask).nonzero()[:, 0]
 
     def compacted_shapes(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Return the shapes of the tensors in a compacted upload [P].

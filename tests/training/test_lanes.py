@@ -154,14 +154,15 @@ def test_kinds_that_are_not_kept_are_captured_anew(limit, trained, monkeypatch):
     assert xs(trained("scaffold")) == expected
 
 
-@pytest.mark.parametrize("rule", ["Branches", "Swaps", "Views"])
+@pytest.mark.parametrize("rule", ["Branches", "Masks", "Swaps", "TwiceAtTheEnd", "Views"])
 def test_rules_that_branch_and_rules_whose_tensors_are_each_others(rule, trained, source):
     given = {"server": "fedavg", "client": f"{source('rules', RULES)}:{rule}"}
     runs = [trained(None, {"mode": mode}, **given) for mode in ("loop", "lanes")]
     assert xs(runs[0]) == xs(runs[1])
     refusals = trainer_of(runs[1]).refusals
-    if rule == "Branches":
-        assert "g.norm() > 1" in refusals[0] and trainer_of(runs[1]).uncaptured_steps > 20
+    lines = {"Branches": "g.norm() > 1", "Masks": "direction[direction < 0]"}
+    if rule in lines:
+        assert lines[rule] in refusals[0] and trainer_of(runs[1]).uncaptured_steps > 20
     else:
         assert not refusals and trainer_of(runs[1]).has_captured
 

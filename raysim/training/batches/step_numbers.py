@@ -10,6 +10,7 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
+from raysim.data.examples import on_device
 from raysim.numerics.normal_quantile import normal
 from raysim.numerics.philox import WORDS_PER_COUNTER, random_words, uniform
 from raysim.randomness import generator, key_words
@@ -121,7 +122,7 @@ class StepNumbers:
                 break
             width, after = max(width, count), after + 1
         keys = np.stack([key_words(*place) for place in self._places[k:after]]).view(np.int64)
-        words = random_words(torch.from_numpy(keys).to(self._device), width, first)
+        words = random_words(on_device(keys, self._device), width, first)
         numbers = normal(words.flatten()) if self._distribution == "normal" else uniform(words)
         for i, row in enumerate(numbers.view(len(words), width), start=k):
             if self._counts[i]:

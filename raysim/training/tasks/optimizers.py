@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from raysim.config.sections import optimizer as sections
+from raysim.data.examples import own_copy
 from raysim.rules.contract import State
 
 
@@ -216,7 +217,7 @@ def kept_state(
     new = optimizer.start(w)
     if not all(KEPT + key in client_state for key in new):
         return None
-    return {key: torch.tensor(client_state[KEPT + key]).to(value) for key, value in new.items()}
+    return {key: own_copy(client_state[KEPT + key], value) for key, value in new.items()}
 
 
 def kept(state: State) -> State:

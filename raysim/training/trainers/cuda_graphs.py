@@ -8,11 +8,14 @@ waits for the GPU, or copies from ordinary memory of the host, fails while it ru
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
+
+from raysim.data.examples import free_bytes
 
 
 class Graphs(Protocol):
@@ -74,7 +77,7 @@ class Graphs(Protocol):
         """Return the bytes that this process can still take.
 
         Args:
-            share: this process's share of the device, at most 1.
+            share: this process's share of the device (`resources.gpus`).
         """
         ...
 
@@ -111,7 +114,10 @@ class CudaGraphs:
     def asking(self) -> Iterator[None]:
         """Let whatever waits for the GPU raise RuntimeError. See `Graphs.asking`."""
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            # PyTorch warns once that it does not notice everything that waits.
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:
@@ -143,5 +149,4 @@ class CudaGraphs:
 
     def free_bytes(self, share: float) -> int:
         """Return the bytes that this process can still take. See `Graphs.free_bytes`."""
-        free, total = torch.cuda.mem_get_info()
-        return min(free, int(share * total) - torch.cuda.memory_reserved())
+        return free_bytes(share)

@@ -20,8 +20,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from raysim.numerics.closed_form_qp import formulas_for_gpus
 
-READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "unique", "unique_dim")
+READS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "equal",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "multinomial",
+)
 """Operations whose result the host has to read, or whose shape depends on values."""
+
+INDEXED = ("index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put")
+"""Operations that read a mask among their indices, to find the places where it is true."""
 
 READING_METHODS = ("tolist", "numpy", "__array__")
 """Methods of a tensor that read its values without an operation."""
@@ -111,7 +123,8 @@ class _RefuseReads(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in READS:
+        name = func.overloadpacket.__name__
+        if name in READS or (name in INDEXED and _reads_a_mask(*args)):
             raise RuntimeError(READS_A_VALUE)
         return func(*args, **(kwargs or {}))
 
@@ -153,6 +166,17 @@ class _Recorder(_RefuseReads):
                     memory.copy_(value)
 
 
+def _reads_a_mask(_: Tensor, indices: Any, value: Tensor | None = None, *more: Any) -> bool:
+    """Return whether an indexed operation reads a mask; one that fills with a number does not."""
+    if value is not None and value.ndim == 0:
+        return False
+    masks = torch.bool, torch.uint8
+    return any(index is not None and index.dtype in masks for index in indices)
+
+
 def _aliases(tree: Any) -> Any:
-    """Return a tree with other tensors on the same memory."""
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+    """Return a tree with other tensors on the same memory.
+
+    As with a graph, PyTorch does not count what a replay changes as versions of the tensors.
+    """
+    return tree_map(lambda leaf: leaf.data if isinstance(leaf, Tensor) else leaf, tree)

@@ -281,6 +281,8 @@ class LaneSteps(LocalSteps):
     def end(self) -> None:
         """Leave copies of what the next client overwrites. See `LocalSteps.end`."""
         task, memory = self.task, self.memory
+        # PyTorch does not count what a graph changes as a new version of the parameters.
+        task.forget()
         state = {key: value.clone() for key, value in memory.part("state").items()}
         self.state = {"w": task.local_params, **state}
         task.optimizer_state = {k: v.clone() for k, v in memory.part("optimizer").items()}

@@ -155,8 +155,9 @@ class LaneTrainer(LoopTrainer):
     def _affordable(self, graphs: Graphs) -> int:
         """Return how many lanes there is memory for, after the first client on the first one."""
         assert self.taken is not None
-        share = min(self.config.resources.gpus, 1.0) or 1.0
-        more = graphs.free_bytes(share) // (MEMORY_MARGIN * max(self.taken(), 1))
+        more = graphs.free_bytes(self.config.resources.gpus) // (
+            MEMORY_MARGIN * max(self.taken(), 1)
+        )
         return max(1, min(MAX_LANES, 1 + more))
 
     def steps_of(self, task: LoopTask, client: PreparedClient) -> LocalSteps:

@@ -72,7 +72,7 @@ class LoopTrainer(Trainer):
             state = self._make_local_steps(task, client, batches)
             losses = task.losses
             # A client without examples makes no step.
-            loss = torch.stack(losses).mean() if losses else self.x0.new_tensor(float("nan"))
+            loss = torch.stack(losses).mean() if losses else self.x0.new_full((), torch.nan)
             return self.finish.update(client, state, loss, task)
         except BaseException as error:
             reraise_stop(error)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raysim.data.examples import own_copy
 from raysim.errors import ContractError
 from raysim.randomness import generator
 from raysim.rules.contract import ClientRule, Report, State
@@ -223,4 +224,4 @@ def _memory_key(key: str, i: int) -> str:
 def _memory(task: ClientTask, key: str, like: Tensor) -> Tensor:
     """Return what a stage removed from the client's earlier updates."""
     memory = None if task.client_state is None else task.client_state.get(key)
-    return torch.zeros_like(like) if memory is None else torch.tensor(memory).to(like)
+    return torch.zeros_like(like) if memory is None else own_copy(memory, like)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from raysim.config.schema import Config
+from raysim.data.examples import on_device
 from raysim.models.flat import Model
 from raysim.numerics.fixed_point import MAX_MAGNITUDE, BlockSum, FixedSum
+from raysim.numerics.host_copies import to_host
 from raysim.rules.contract import ClientRule, Report, ServerRule, State
 from raysim.rules.uploads import Kind, declared, sums, with_mode
 from raysim.training.messages import ClientResult, ClientTask, WorkerResult
@@ -177,7 +180,10 @@ class UploadSum:
             updates: the updates, those of failed clients too.
         """
         # Results come after the check, which sets the `error` of refused updates.
-        good, sums = self._accepted(updates)
+        good = [update for update in updates if update.error is None]
+        sums = self._block_sums(good)
+        finite = _bring_to_host(updates, good, sums)
+        good, sums = self._accepted(good, sums, finite)
         self._outcome.clients += [self._done(update) for update in updates]
         self._outcome.ids += [update.task.client for update in good]
         for (mode, key), block in sums.items():
@@ -214,20 +220,24 @@ class UploadSum:
         return outcome
 
     def _accepted(
-        self, updates: list[ClientUpdate]
+        self,
+        good: list[ClientUpdate],
+        sums: dict[tuple[str, str], BlockSum],
+        finite: list[dict[str, Tensor]],
     ) -> tuple[list[ClientUpdate], dict[tuple[str, str], BlockSum]]:
-        """Return the accepted updates and their sums.
+        """Return the accepted updates of those without an error, and the sums of their uploads.
 
         Single uploads are checked only if a sum of the block is not valid.
+
+        Args:
+            good: the updates.
+            sums: the sums of all of them.
+            finite: whether each tensor is finite that each client keeps.
         """
-        good = [update for update in updates if update.error is None]
-        sums = self._block_sums(good)
         is_valid = all(map(self._fits, sums.values()))
-        for update in good:
+        for update, kept in zip(good, finite, strict=True):
             bad = [] if is_valid else self._bad_uploads(update)
-            for key, value in update.client_state.items():
-                if not torch.isfinite(value.sum()):
-                    bad.append(f"kept {key}")
+            bad += [f"kept {key}" for key, is_finite in kept.items() if not is_finite]
             if bad:
                 keys = " and ".join(dict.fromkeys(bad))
                 update.error = (
@@ -272,7 +282,7 @@ class UploadSum:
         for key, value in update.report.items():
             if key.startswith("metric/"):
                 metrics[key.removeprefix("metric/")] = float(value)
-        kept = {k: v.detach().cpu().numpy().copy() for k, v in update.client_state.items()}
+        kept = {k: v.numpy().copy() for k, v in update.client_state.items()}
         return ClientResult(
             update.task.client,
             float(update.loss),
@@ -283,6 +293,42 @@ class UploadSum:
         )
 
 
+def _bring_to_host(
+    updates: list[ClientUpdate],
+    good: list[ClientUpdate],
+    sums: Mapping[tuple[str, str], BlockSum],
+) -> list[dict[str, Tensor]]:
+    """Replace what the host reads of a block by copies there, for which it waits once.
+
+    Args:
+        updates: all updates; their losses, metrics and states are replaced.
+        good: those without an error.
+        sums: their sums; their extremes are replaced.
+
+    Returns:
+        For each of the updates without an error, whether the tensors are finite that it keeps.
+    """
+    finite = []
+    for update in good:
+        finite.append({k: torch.isfinite(v.sum()) for k, v in update.client_state.items()})
+    trees: list[dict[str, Tensor]] = [*finite]
+    for update in updates:
+        metrics = {k: v for k, v in update.report.items() if k.startswith("metric/")}
+        trees += [{"loss": update.loss}, metrics, update.client_state]
+    trees.append({f"{k}": v.extremes for k, v in sums.items() if v.extremes is not None})
+    copies = iter(to_host([tensor.detach() for tree in trees for tensor in tree.values()]))
+    on_host = [{key: next(copies) for key in tree} for tree in trees]
+    extremes = on_host.pop()
+    for key, block in sums.items():
+        block.extremes = extremes.get(f"{key}")
+    of_updates = iter(on_host[len(good) :])
+    for update in updates:
+        update.loss = next(of_updates)["loss"]
+        update.report = {**update.report, **next(of_updates)}
+        update.client_state = next(of_updates)
+    return on_host[: len(good)]
+
+
 def _weight(mode: str, task: ClientTask) -> float:
     """Return the weight of a client in a sum of this mode."""
     return {"mean": task.weight, "sum": 1.0, "difference": task.share}[mode]
@@ -291,7 +337,7 @@ def _weight(mode: str, task: ClientTask) -> float:
 def _sent_last(task: ClientTask, key: str, like: Tensor) -> Tensor | float:
     """Return the last upload of a client in float64, in the shape of `like`; 0 if there is none."""
     last = None if task.client_state is None else task.client_state.get(last_upload_key(key))
-    return 0.0 if last is None else torch.tensor(last).to(like.device).double().reshape(like.shape)
+    return 0.0 if last is None else on_device(np.array(last), like.device).double().view(like.shape)
 
 
 def last_upload_key(key: str) -> str:

@@ -36,3 +36,24 @@ class Views(ClientRule):
         moved = torch.zeros_like(report["delta"])
         moved[:5] = 0.01 * (state["sum"] + state["head"])
         return {**report, "delta": report["delta"] + moved}, kept
+
+
+@dataclass(frozen=True)
+class TwiceAtTheEnd(ClientRule):
+    """Two gradients on one batch after the steps: at the trained parameters, and at those received."""
+
+    def finish(self, shared, state, client_state, data, task):
+        report, kept = super().finish(shared, state, client_state, data, task)
+        batch = data.examples
+        here, there = task.grad(state["w"], batch), task.grad(shared["x"], batch, mode="frozen")
+        return {**report, "delta": report["delta"] + 0.1 * (here - there)}, kept
+
+
+@dataclass(frozen=True)
+class Masks(ClientRule):
+    """Indexes by a mask, of which a GPU has to find the places first."""
+
+    def step(self, shared, state, batch, task):
+        direction = task.grad(state["w"], batch)
+        direction[direction < 0] *= 0.5
+        return {"w": task.descend(state["w"], direction)}
