@@ -446,8 +446,12 @@ class Model:
         """
         names = [name.removeprefix("0.") for name in self.names]
         chosen = parameters_in_part(self.module[0], pattern, names, self.classifier)
-        parts = [torch.full((n,), c) for c, n in zip(chosen, self.segments, strict=True)]
-        return torch.cat(parts).to(self.device)
+        # Made on the device: a copy from the host would wait for a GPU in a captured step.
+        parts = [
+            torch.full((n,), c, device=self.device)
+            for c, n in zip(chosen, self.segments, strict=True)
+        ]
+        return torch.cat(parts)
 
     @property
     def has_features(self) -> bool:

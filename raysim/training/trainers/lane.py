@@ -67,6 +67,8 @@ class Captures:
         self.enabled = enabled
         self.reason = ""
         """Why no step at all can be captured; "" if steps can."""
+        self.waited: set[Hashable] = set()
+        """Kinds of steps that have waited once, perhaps to prepare what later ones use again."""
         self.refused: dict[Hashable, str] = {}
         """Why a step cannot be captured, by kind."""
         self.uncaptured = 0
@@ -333,7 +335,11 @@ class CapturedStep:
         return self._capture(steps)
 
     def _ask(self, steps: LaneSteps) -> tuple[Tensor, State]:
-        """Make the step as it is; note the kind if it could not be captured."""
+        """Make the step as it is; note the kind if it could not be captured.
+
+        Steps that wait are asked a second time: the first one may have put something on the GPU
+        that later ones find there.
+        """
         captures = steps.lane.captures
         written = steps.memory.written()
         before = [tensor.clone() for tensor in written]
@@ -346,8 +352,11 @@ class CapturedStep:
                 tensor.copy_(value)
             # If this raises too, the fault is not that the step was asked.
             result = steps.make_uncaptured(self.batch, self.place)
-            captures.refuse(self.kind, error)
             captures.uncaptured += 1
+            if rehearses() or self.kind in captures.waited:
+                captures.refuse(self.kind, error)
+            captures.waited.add(self.kind)
+            self.asked = False
             return result
 
     def _capture(self, steps: LaneSteps) -> tuple[Tensor, State]:
@@ -363,6 +372,9 @@ class CapturedStep:
             raise
         except BaseException as error:
             reraise_stop(error)
+            # The end of a capture that ran out of memory may raise an error of its own.
+            if isinstance(error.__context__, torch.OutOfMemoryError):
+                raise error.__context__ from None
             lane.captures.refuse(self.kind, error)
             raise CaptureError(str(error)) from error
         self.replay()
