@@ -55,9 +55,10 @@ class Remembers(ClientRule):
 
     def step(self, shared, state, batch, task):
         tables = self.__dict__.setdefault("tables", {})
-        if "factor" not in tables:
-            tables["factor"] = torch.tensor([0.5]).to(state["w"].device)
-        direction = task.grad(state["w"], batch) * tables["factor"]
+        device = state["w"].device
+        if device not in tables:
+            tables[device] = torch.tensor([0.5]).to(device)
+        direction = task.grad(state["w"], batch) * tables[device]
         return {"w": task.descend(state["w"], direction)}
 
 
