@@ -88,7 +88,8 @@ def table_report(
     cost_unit = cost_unit_of(x_axis)
     metrics = split_keys(metric)
     named = split_keys(statistic) or aggregate.DEFAULT_STATISTICS
-    statistics: list[Statistic] = [known_statistic(name) for name in named]
+    statistics = list(map(known_statistic, named))
+    chooser = select_by or ""
     target_value = _target_number(target, bool(paper))
     if relative_to and target_value is None:
         raise ConfigError(
@@ -97,14 +98,14 @@ def table_report(
         )
     printed = published.read_published(paper) if paper else []
     say = cache(say)  # each line once: all metrics are read from the same runs
-    runs, *runs_of_others = _runs_by_metric(source, say, metrics, select_by, cost_unit)
+    runs, *runs_of_others = _runs_by_metric(source, say, metrics, chooser, cost_unit)
     if paper:
         check_published(runs[0].metric, statistics)
     rows = aggregate.rows(
         runs,
         runs[0].metric,
         statistics=statistics,
-        select_by=select_by or "",
+        select_by=chooser,
         target=_goal(target, target_value, relative_to, runs, printed, say),
         group=split_keys(group),
         across=split_keys(columns),
@@ -112,7 +113,7 @@ def table_report(
         say=say,
     )
     for others in runs_of_others:
-        rows = _with_metric(rows, others, statistics, select_by or "")
+        rows = _with_metric(rows, others, statistics, chooser)
     if paper:
         rows = aggregate.add_published(rows, printed, target_value, relative_to)
         _report_agreement(rows, paper, say)
@@ -126,7 +127,7 @@ def table_report(
             "target": target,
             "compare_with": compare_with,
             "ranks": ranks,
-            "all but one metric": len(metrics or []) > 1,
+            "all but one metric": runs_of_others,
         }
         across = _across(columns, split_keys(group), runs, crossed)
         table = CrossTable(rows, cost_unit, runs=runs, across=across)
@@ -217,12 +218,12 @@ def _runs_by_metric(
     source: RunSource,
     say: Say,
     metrics: Sequence[str] | None,
-    select_by: str | None,
+    select_by: str,
     cost_unit: CostUnit,
 ) -> list[list[TrackedRun]]:
     """Return the runs of each metric; with `select_by` with the round that it chooses."""
     by_metric = [source.finished(metric, say, cost_unit) for metric in metrics or [None]]
-    if select_by is None:
+    if not select_by:
         return by_metric
     try:
         choosers = source.finished(select_by, say)

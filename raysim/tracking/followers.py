@@ -15,7 +15,7 @@ import math
 import shlex
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -255,17 +255,18 @@ def send(tail: Tail, follower: Follower) -> int:
     Returns:
         The number of records that were sent; 0 at the end of the spool.
     """
+    log: dict[str, Callable[[dict[str, Any]], None]] = {
+        "params": lambda record: follower.parameters(record["values"]),
+        "metrics": lambda record: follower.metrics(
+            record["values"], record["step"], record["time"] / 1000
+        ),
+        "tags": lambda record: follower.tags(record["values"]),
+        "artifact": lambda record: follower.artifact(follower.run_dir / record["path"]),
+    }
     records = tail.head()
     for record in records:
-        match record["kind"]:
-            case "params":
-                follower.parameters(record["values"])
-            case "metrics":
-                follower.metrics(record["values"], record["step"], record["time"] / 1000)
-            case "tags":
-                follower.tags(record["values"])
-            case "artifact":
-                follower.artifact(follower.run_dir / record["path"])
+        if record["kind"] in log:
+            log[record["kind"]](record)
     if records:
         follower.flush()
         tail.acknowledge(len(records), None)

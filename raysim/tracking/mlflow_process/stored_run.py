@@ -192,10 +192,10 @@ class StoredRun(RunInStore):
         for part in _parts(batch, MAX_METRICS_PER_REQUEST):
             self._client.log_batch(self.run_id, metrics=part)
         for metric in batch:
-            if self._steps is not None:
-                self._steps[metric.key].add(metric.step)
+            self._known(metric.key).add(metric.step)
 
     def _known(self, key: str) -> set[int]:
+        """Return the steps of a metric that a reopened run has; of a new run an unused set."""
         if self._steps is None:
             return set()
         if key not in self._steps:
