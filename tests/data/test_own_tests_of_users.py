@@ -169,6 +169,7 @@ def test_natural_tests_need_users_on_both_sides():
         (["eve", "zoe", "eve", "bob", "eve"], "test example 3 is of user 'bob', who has no train"),
         (["eve", "zoe"], "users_test has 2 entries for 5 test examples"),
         ([1.5] * 5, r"users_test\[0\] is 1.5, a float"),
+        ((np.ones((5, 3)), np.arange(5)), "users_test has rows of different shapes; give one"),
         (np.ma.masked_equal([1, 2, 3, 1, 2], 3), r"users_test\[2\] is masked"),
     ],
 )

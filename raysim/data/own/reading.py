@@ -272,9 +272,12 @@ class _Reader(FormReader):
         key = "users" if split == "training" else "users_test"
         self.check_masked(users, key)
         users = users.numpy() if isinstance(users, torch.Tensor) else users
-        # NumPy would turn a missing word of a list into the word "nan".
-        users = np.asarray(users, dtype=object if isinstance(users, list | tuple) else None)
         wanted = f"give one integer or text for each {split} example"
+        try:
+            # NumPy would turn a missing word of a list into the word "nan".
+            users = np.asarray(users, dtype=object if isinstance(users, list | tuple) else None)
+        except ValueError:
+            raise self.error(f"{key} has rows of different shapes; {wanted}") from None
         if users.dtype.kind == "O" and users.ndim == 1:  # a column of a table
             for k, user in enumerate(users):
                 if not isinstance(user, str | int | np.integer):
