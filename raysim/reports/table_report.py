@@ -88,7 +88,7 @@ def table_report(
     cost_unit = cost_unit_of(x_axis)
     metrics = split_keys(metric)
     named = split_keys(statistic) or aggregate.DEFAULT_STATISTICS
-    statistics = list(map(known_statistic, named))
+    statistics: list[Statistic] = [known_statistic(name) for name in named]
     chooser = select_by or ""
     target_value = _target_number(target, bool(paper))
     if relative_to and target_value is None:
