@@ -31,14 +31,14 @@ def check_outputs(
     """
     if isinstance(getattr(outputs, "logits", None), Tensor):
         raise ConfigError(
-            f"{label} returns a {type(outputs).__name__}; let forward return its logits: return "
-            "out.logits"
+            f"{label} returns a {type(outputs).__name__}; let forward return its logits, return "
+            "out.logits, or wrap the net in a module whose forward returns self.net(x).logits"
         )
     if not isinstance(outputs, Tensor):
         raise ConfigError(
             f"{label} turns two examples into {type(outputs).__name__}, and forward has to return "
-            "one tensor: that of the outputs, or several ones joined (torch.cat, torch.stack), "
-            "which a loss function takes apart"
+            "one tensor: that of the outputs, or several ones joined, torch.cat([logits, "
+            "features.flatten(1)], 1), which a loss function takes apart, with task.like: any"
         )
     got = list(outputs.shape)
     # A net for one number, or one label, may leave out the dimension of its only column.

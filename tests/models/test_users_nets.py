@@ -5,8 +5,10 @@ statistics, in training and in evaluation mode."""
 
 from __future__ import annotations
 
+import logging
 import random
 import time
+import warnings
 from itertools import count
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 from support.plain_fedavg import blobs, check, cut, fedavg, run
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 from raysim.errors import ConfigError
 from raysim.models.checks import against_pytorch
@@ -176,6 +178,15 @@ class OnlyCounts(Cooler):
         return self.head(x)
 
 
+class HoldsGenerators(Cooler):
+    """They drew its first weights, and draw nothing more."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.numpy = torch.Generator().manual_seed(1), np.random.default_rng(0)
+        nn.init.normal_(self.head.weight, generator=self.own)
+
+
 class ReadsItsRate(nn.Module):
     def __init__(self):
         super().__init__()
@@ -299,6 +310,7 @@ NETS = {
     "activations": StoresActivations,
     "constants": KeepsConstants,
     "counter for a log": OnlyCounts,
+    "generators for its first weights": HoldsGenerators,
     "frozen layer": lambda: changed(lambda m: m.requires_grad_(False), 0, nn.BatchNorm1d(8)),
 }
 
@@ -656,6 +668,66 @@ def tied_by_data() -> nn.Module:
     return net
 
 
+class RemembersTraining(Cooler):
+    """Notes in training mode that it was trained, and asks for it in evaluation mode."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.flag = how, False
+        self.register_buffer("trained", torch.tensor(False))
+        self.register_buffer("level", torch.tensor(0))
+
+    def train(self, mode=True):
+        self.flag |= mode and self.how == "train"
+        return super().train(mode)
+
+    def forward(self, x):
+        if not self.training:
+            return self.head(x) * (1 + self.flag + self.trained + self.level)
+        self.flag |= self.how == "attribute"
+        self.trained.logical_or_(torch.tensor(self.how == "buffer"))
+        self.level.fill_(self.how == "integer")
+        return self.head(x)
+
+
+class DrawsFromItsOwn(Cooler):
+    def __init__(self):
+        super().__init__()
+        self.own = torch.Generator()
+
+    def forward(self, x):
+        return self.head(x) + torch.rand(3, generator=self.own)
+
+
+def old_weight_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch advises its parametrisations
+        return changed(nn.utils.weight_norm, 0)
+
+
+def pruned() -> nn.Module:
+    net = sequence(nn.Tanh())
+    for index, name in ((0, "weight"), (0, "weight"), (2, "bias")):
+        prune.l1_unstructured(net[index], name, amount=2)
+    return net
+
+
+def detached_copy(net: nn.Module) -> nn.Module:
+    """A net whose computed weights can be copied; its hooks compute them anew before each pass."""
+    for layer in net.modules():
+        for name, value in vars(layer).items():
+            if isinstance(value, torch.Tensor):
+                vars(layer)[name] = value.detach()
+    return net
+
+
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
+@pytest.mark.parametrize("make", [old_weight_norm, pruned])
+def test_weights_that_hooks_compute_train_as_in_pytorch(make, mode):
+    result = run(make(), DATA, PARTS, batching={"mode": mode})
+    check(result, fedavg(detached_copy(make()), DATA, PARTS), DATA)
+
+
 def hooked_tensor() -> nn.Module:
     net = sequence()
     net[0].weight.register_hook(lambda g: g / 2)
@@ -698,6 +770,19 @@ REFUSED = {
     "tied by data": (tied_by_data, "'0.weight' and '1.weight' share their memory"),
     "no values": (lambda: nn.Linear(6, 3, device="meta"), "'weight' has no values"),
     "bfloat16": (lambda: sequence().bfloat16(), "'0.weight' is bfloat16, and all parameters"),
+    "remembers by an attribute": (lambda: RemembersTraining("attribute"), "in training mode, with"),
+    "remembers by a buffer": (lambda: RemembersTraining("buffer"), "in training mode, with"),
+    "remembers by an integer": (lambda: RemembersTraining("integer"), "in training mode, with"),
+    "remembers in train": (lambda: RemembersTraining("train"), "in training mode, with the same"),
+    "max_norm": (
+        lambda: nn.Sequential(nn.Embedding(9, 3, max_norm=100.0)),
+        r"0 \(Embedding\) has max_norm",
+    ),
+    "max_norm of a bag": (lambda: nn.EmbeddingBag(9, 3, max_norm=100.0), "has max_norm, by which"),
+    "draws from its own": (
+        DrawsFromItsOwn,
+        "draws from the attribute 'own' of the net .*, a gener",
+    ),
     "function in C": (lambda: torch.relu, "neither a torch.nn.Module nor a function"),
     "momentum": (
         lambda: sequence(nn.BatchNorm1d(8, momentum=None)),
@@ -711,6 +796,18 @@ def test_a_net_that_cannot_be_simulated_is_refused(make, message):
     with pytest.raises(ConfigError, match=f"^model.*{message}") as error:
         run(make(), DATA, PARTS)
     assert "\n" not in str(error.value)
+
+
+def test_a_note_says_that_metrics_depend_on_the_batches_of_an_evaluation(caplog):
+    def net(**options):
+        return sequence(nn.BatchNorm1d(8, **options))
+
+    with caplog.at_level(logging.INFO, "raysim"):
+        run(net(track_running_stats=False), DATA, PARTS, 1)
+        run(net(), DATA, PARTS, 1, evaluate={"batch_size": 7})
+        assert "evaluate.batch_size" not in caplog.text
+        run(net(track_running_stats=False), DATA, PARTS, 1, evaluate={"batch_size": 7})
+    assert "metrics depend on evaluate.batch_size, 7, and 60 takes all" in caplog.text
 
 
 def test_parameters_in_float64_need_the_key_dtype():
