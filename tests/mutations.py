@@ -53,8 +53,8 @@ MUTATIONS = (
     Mutation(
         "fedprox: the pull has the wrong sign",
         "algorithms/fedprox.py",
-        '+ self.mu * (state["w"] - shared["x"])',
-        '- self.mu * (state["w"] - shared["x"])',
+        '(state["w"] - shared["x"]).mul_',
+        '(shared["x"] - state["w"]).mul_',
         ORACLES,
     ),
     Mutation(
@@ -81,8 +81,8 @@ MUTATIONS = (
     Mutation(
         "scaffold: control variates with exchanged signs",
         "algorithms/scaffold.py",
-        '- state["c_i"] + shared["c"]',
-        '+ state["c_i"] - shared["c"]',
+        '.sub_(state["c_i"]).add_(shared["c"])',
+        '.add_(state["c_i"]).sub_(shared["c"])',
         BASELINES,
     ),
     Mutation(
@@ -156,8 +156,8 @@ MUTATIONS = (
     Mutation(
         "lanes: a captured step finds the net where it was at the capture",
         "raysim/training/trainers/lane.py",
-        "        task.forget()\n",
-        "",
+        "        task.forget()\n        task.optimizer_state",
+        "        task.optimizer_state",
         ("tests/training/test_lanes.py",),
     ),
     Mutation(

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 
+import mutations
 import pytest
 from support import source_counts
 
@@ -231,3 +232,10 @@ def test_the_source_stays_readable():
     assert max(folders.values()) <= 12, folders
     assert 100 * commented.comments >= 3 * commented.code_lines
     assert len(source_counts.duplicates()) <= 5, source_counts.duplicates()
+
+
+@pytest.mark.parametrize("mutation", mutations.MUTATIONS, ids=lambda mutation: mutation.what)
+def test_a_mutation_fits_the_source(mutation: mutations.Mutation):
+    """One that does not fit is no longer tried."""
+    assert (PACKAGE.parent / mutation.file).read_text().count(mutation.old) == 1
+    assert all((PACKAGE.parent / file).exists() for file in mutation.tests)
