@@ -431,7 +431,7 @@ def _by_position(x: Any, n: int | None, like: Inputs) -> Any:
     if not isinstance(x, tuple | list) or len(x) == n:
         return x
     lengths = [len(v) if hasattr(v, "__array__") and v.ndim else None for v in x]
-    is_several = len(x) == len(like) if n is None else set(lengths) == {n}
+    is_several = 0 < len(x) == len(like) if n is None else set(lengths) == {n}
     return {str(k): value for k, value in enumerate(x)} if is_several else x
 
 
