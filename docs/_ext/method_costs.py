@@ -1,4 +1,4 @@
-"""What a round of each method costs, measured in multiples of FedAvg's: arithmetic, traffic, state.
+"""Cost of a round of each method, relative to FedAvg: arithmetic, traffic and state.
 
 The arithmetic is that of matrix products and convolutions of clients and server, which PyTorch
 counts in each pass.

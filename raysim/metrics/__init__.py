@@ -47,7 +47,8 @@ def declare_evaluation(name: str, unit: str, meaning: str, larger_is_better: boo
         name: name of the metric, which `evaluate.metrics` can have.
         unit: its unit; "" for none.
         meaning: what it measures.
-        larger_is_better: whether larger values are better.
+        larger_is_better: True if larger values are better, False if smaller ones are; None if it
+            has no direction.
     """
     _DECLARED[name] = Metric(name, unit, meaning, METRICS_KEY, larger_is_better=larger_is_better)
 
@@ -58,7 +59,8 @@ def declare_own(name: str, unit: str, larger_is_better: bool | None) -> None:
     Args:
         name: name under which it is logged.
         unit: its unit; "" for none.
-        larger_is_better: whether larger values are better; None: neither.
+        larger_is_better: True if larger values are better, False if smaller ones are; None if it
+            has no direction.
     """
     entry = find_metric(name)
     if entry is None or entry.users_own:

@@ -40,7 +40,7 @@ class Metric:
     users_own: bool = False
     """Whether it stands for the metrics of users' own code."""
     larger_is_better: bool | None = None
-    """Whether larger values are better; None: neither."""
+    """True if larger values are better, False if smaller ones are; None if it has no direction."""
     accumulates: bool = False
     """True for a metric that grows over the rounds; tables show its last value."""
     rules: frozenset[str] = frozenset()

@@ -40,7 +40,7 @@ WAYS_OUT = {
     "dirichlet": "partition.min_samples=1 avoids it",
     "slow_class": "fewer partition.clients or a larger partition.alpha may avoid it",
 }
-"""What avoids clients without examples, by the kind of the partition."""
+"""Advice against clients without examples, for some kinds of partition."""
 
 MAX_ACTORS_PER_CORE = 4
 """Largest number of actors per CPU core of this machine; a request for more is refused."""

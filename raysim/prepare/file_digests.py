@@ -114,7 +114,7 @@ class _NamedCode:
     texts: Mapping[str, bytes]
     """The text of each file by its path relative to that file or module."""
     carried: Code | PythonObject | None
-    """What a plan carries to workers; None for a module, which they import."""
+    """The code or object that a plan brings to workers; None for a module, which they import."""
 
     def digests(self) -> dict[str, str]:
         """Return the sha256 of each file by path, and the version of the distribution."""

@@ -25,7 +25,7 @@ RULES = program("lanes_rules")
 ON_GPU = {"executor": "inline", "gpus": 1.0, "threads": 1}
 TRAINING = ("training/trainers", "training/tasks", "training/batches", "training/uploads",
             "training/client_start", "training/personal", "numerics/host_copies", "data/examples")  # fmt: skip
-"""Where a wait of the host in a round of training would be."""
+"""Code in which the host could wait for the GPU during a round of training."""
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,7 @@ FITTING = {
     "server": "a ServerRule",
     "algorithm": "an Algorithm, a ClientRule or a ServerRule",
 }
-"""What a section can name, for messages."""
+"""The classes that each section accepts, as messages name them."""
 
 
 def discover() -> None:

@@ -227,7 +227,7 @@ class TaskMetric:
     unit: ClassVar[str] = ""
     """Unit of the value in lists of metrics, such as "share"; "" for none."""
     larger_is_better: ClassVar[bool | None] = True
-    """Whether larger values are better; None: neither."""
+    """True if larger values are better, False if smaller ones are; None if it has no direction."""
 
     def __init_subclass__(cls) -> None:
         if cls.__module__.startswith(f"{SHIPPED_PACKAGE}."):
