@@ -14,6 +14,7 @@ from raysim.config.sections.base import Named
 from raysim.errors import ConfigError
 from raysim.models.build import net_arguments
 from raysim.models.flat import Model
+from raysim.models.initial.weights import read_state_dict
 from raysim.models.nets import zoo
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch
@@ -299,10 +300,10 @@ def test_vit_reads_weights_of_another_image_size(vit, tmp_path):
     ("content", "said"),
     [
         (None, "cannot be read: No such file"),
-        (b"nothing", "is not a state_dict"),
-        (b"", "is not a state_dict"),
-        ([1, 2], "is not a state_dict"),
-        ({"epoch": 3}, "is not a state_dict"),
+        (b"nothing", r"is not a state_dict \(\w+\); write it"),
+        (b"", r"is not a state_dict \(EOFError\); write it"),
+        ([1, 2], "is not a state_dict; write it"),
+        ({"epoch": 3}, "is not a state_dict; write it"),
         ({"fc.weight": torch.zeros(2)}, "does not fit ViT-B/32"),
         ({"encoder.pos_embedding": torch.zeros(1, 4, 768)}, "does not fit ViT-B/32"),
     ],
@@ -382,3 +383,14 @@ def test_a_run_on_small_images(base, engine):
     assert (run.executor.xs[2] != run.executor.xs[0]).any()
     with pytest.raises(ConfigError, match=r"model\.width: .*greater than or equal to 1"):
         prepare({**base, **config, "model": {"name": "ct_cnn", "width": 0}})
+
+
+def test_weights_that_need_too_much_memory_are_no_other_kind_of_file(tmp_path, monkeypatch):
+    def load(*arguments, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(
+        ConfigError, match=r"^key: \S*net\.pt is damaged, or does not fit in memory"
+    ):
+        read_state_dict(str(tmp_path / "net.pt"), "key")

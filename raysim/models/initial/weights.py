@@ -196,6 +196,7 @@ def read_state_dict(file: str, key: str) -> dict[str, Tensor]:
     path = Path(file).expanduser()
     if path.is_dir():
         raise ConfigError(f"{key}: {file} is a folder; give a file")
+    reason = ""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -204,13 +205,18 @@ def read_state_dict(file: str, key: str) -> dict[str, Tensor]:
         raise ConfigError(f"{key}: {file} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:
         raise ConfigError(f"{key}: {file} cannot be read: {error}") from None
-    except Exception:
+    except MemoryError:
+        raise ConfigError(
+            f"{key}: {file} is damaged, or does not fit in memory; give another file"
+        ) from None
+    except Exception as error:
         # A file that is not a pickle can fail with any error.
-        loaded = None
+        loaded, reason = None, f" ({type(error).__name__})"
     is_dict = isinstance(loaded, dict)
     if not is_dict or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ConfigError(
-            f"{key}: {file} is not a state_dict; write it with torch.save(net.state_dict(), file)"
+            f"{key}: {file} is not a state_dict{reason}; write it with "
+            "torch.save(net.state_dict(), file)"
         )
     return loaded
 
