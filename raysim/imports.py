@@ -14,7 +14,7 @@ def uncollected() -> Iterator[None]:
     """Pause Python's search for cyclic garbage, for imports inside the block.
 
     The import of torch makes hundreds of thousands of objects. The search would go through all of
-    them again and again, and free none: a tenth of the time of the import.
+    them again and again, and free none: a fifth of the time of the import.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -22,6 +22,11 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():
+                # Moves all objects to the oldest generation. Otherwise the next searches of the
+                # younger ones would go through them: a quarter of the time of the import.
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

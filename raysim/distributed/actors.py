@@ -21,30 +21,33 @@ from typing import Any
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
-import numpy as np
-import ray
-from numpy.random import Generator
-from torch import Tensor
+from raysim.imports import uncollected
 
-from raysim.data.examples import shared_tensor
-from raysim.distributed import actor_calls
-from raysim.distributed.cluster.versions import SourceCode, source_code
-from raysim.distributed.heartbeats import Address, Heartbeat
-from raysim.distributed.shared_memory import (
-    SharedBuffer,
-    SharedBufferRef,
-    attach_states,
-    move_states,
-    states_of,
-)
-from raysim.engine.evaluation.evaluator import Evaluator
-from raysim.engine.plan import Plan
-from raysim.engine.process_setup import configure_process, make_server, make_trainer
-from raysim.numerics.fixed_point import FixedTotal, combine
-from raysim.rules.client_sampling import SelectionPool
-from raysim.server.central_server import RoundCohort
-from raysim.server.selection import Candidates
-from raysim.training.messages import Block, Broadcast, EvaluationParts, WorkerResult
+with uncollected():  # the process of an actor imports torch here
+    import numpy as np
+    import ray
+    from numpy.random import Generator
+    from torch import Tensor
+
+    from raysim.data.examples import shared_tensor
+    from raysim.distributed import actor_calls
+    from raysim.distributed.cluster.versions import SourceCode, source_code
+    from raysim.distributed.heartbeats import Address, Heartbeat
+    from raysim.distributed.shared_memory import (
+        SharedBuffer,
+        SharedBufferRef,
+        attach_states,
+        move_states,
+        states_of,
+    )
+    from raysim.engine.evaluation.evaluator import Evaluator
+    from raysim.engine.plan import Plan
+    from raysim.engine.process_setup import configure_process, make_server, make_trainer
+    from raysim.numerics.fixed_point import FixedTotal, combine
+    from raysim.rules.client_sampling import SelectionPool
+    from raysim.server.central_server import RoundCohort
+    from raysim.server.selection import Candidates
+    from raysim.training.messages import Block, Broadcast, EvaluationParts, WorkerResult
 
 Tree = dict[str, Any]
 """Nested dictionary of tensors or arrays."""
@@ -275,6 +278,15 @@ class ServerActor(_Actor):
         super().__init__(heartbeat, plan, plan.config.resources.server_on_gpu)
         with self.heartbeat.working():
             self.server = make_server(plan, self.device)
+
+    @working
+    def version_bytes(self) -> int:
+        """Return the bytes of the present version of the model, as other actors receive it.
+
+        Raises:
+            RaysimError: the server rule fails, or breaks its contract.
+        """
+        return self.server.broadcast(RoundCohort(0, [], [], [], [], [])).nbytes
 
     @working
     def broadcast(self, following: RoundCohort) -> ModelVersion:

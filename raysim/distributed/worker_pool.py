@@ -387,7 +387,8 @@ class WorkerPool:
         up = (limbs * len(sums(plan.server.uploads)) * P + 2 * limbs * Q) * 8
         rows = len(plan.sent_per_client) * plan.config.schedule.size * (P + Q) * 8
         sizes = {f"client {i}": up + rows for i in range(self.wanted)}
-        sizes["server"] = plan.bytes_down
+        (version_bytes,) = self.server.call("version_bytes")
+        sizes["server"] = self.supervisor.wait(version_bytes, "the model's size", self.server)
         try:
             self.shared_buffers = {
                 # With room for the alignment of the arrays.

@@ -1,5 +1,5 @@
 """Ray started by a run on this machine listens on 127.0.0.1 only, has a token that only its owner can
-read, has two minutes to start, and is not in the process group of the run."""
+read, has two minutes to start, few processes, and is not in the process group of the run."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ LISTENING = """
     import os, ray
     vital = nodes.vital_processes()
     assert {*vital} == {"raylet", "GCS"} and all(process.alive for process in vital.values())
+    # Without dashboard and monitors, for which the start and the end of a run would wait.
+    assert {*ray._private.worker._global_node.all_processes} == {"raylet", "gcs_server"}
     assert os.getpgid(0) not in {os.getpgid(process.pid) for process in nodes.started_here()}
     ray.get(ray.remote(lambda: 0).remote())
     port = ray._private.worker._global_node.dashboard_agent_listen_port

@@ -26,6 +26,24 @@ def test_garbage_is_collected_again_after_imports(enabled: bool) -> None:
         gc.enable() if was_enabled else gc.disable()
 
 
+def test_what_was_imported_is_not_searched_soon() -> None:
+    with uncollected():
+        imported = [[] for _ in range(10)]
+    young = {id(thing) for age in (0, 1) for thing in gc.get_objects(generation=age)}
+    assert not young & {id(thing) for thing in imported}
+
+
+def test_objects_that_a_user_has_frozen_stay_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with uncollected():
+            pass
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
+
+
 def test_a_net_is_checked_with_the_threads_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that wait for work compute in vain."""
     seen = []

@@ -1,4 +1,4 @@
-"""A Ray that raysim starts on this machine: loopback only, free port, own signals, own token."""
+"""A Ray that raysim starts on this machine: loopback only, few processes, own signals and token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -26,8 +26,13 @@ CLUSTER_SWITCH_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 This is Ray's default on systems where it does not support clusters."""
 
 
-AGENT_PORT_PARAMETER = "dashboard_agent_listen_port"
-"""Ray's private parameter of the agent's port; None means any free port."""
+UNUSED_PARTS: dict[str, Any] = {
+    "dashboard_agent_listen_port": None,
+    "include_log_monitor": False,
+    "no_monitor": True,
+}
+"""Ray's private parameters without an option of `ray.init`: the agent's port, of which None means
+any free one; the monitor of logs, which a run does not show; the autoscaler's monitor."""
 
 START_TIMEOUT_S = 120.0
 """Time limit for a Ray started here to register its node, in seconds."""
@@ -75,17 +80,29 @@ def only() -> Iterator[None]:
             os.environ[CLUSTER_SWITCH_VARIABLE] = variable
 
 
-def any_agent_port() -> AbstractContextManager[None]:
-    """Return a context in which the agent of a Ray started here listens at any free port.
+@contextmanager
+def few_processes() -> Iterator[None]:
+    """Return a context in which a Ray started here starts only the processes that a run needs.
 
-    By default every Ray of a machine wants the same port. The second one tries for seconds, then
-    starts without it. `ray.init` has no option for the port. A Ray
-    whose private parameters are others is left alone.
+    Ray waits for its dashboard's process even if the dashboard is off, and ends each process at
+    the end of the run: that is two seconds of a run. And every Ray of a machine wants the same port
+    for its agent; the second one tries for seconds, then starts without it. A Ray whose private
+    parameters are others is left alone.
     """
-    parameters = getattr(parameter, "RayParams", None)
-    if parameters is None or AGENT_PORT_PARAMETER not in signature(parameters).parameters:
-        return nullcontext()
-    return _replaced(parameter, "RayParams", partial(parameters, **{AGENT_PORT_PARAMETER: None}))
+    with ExitStack() as replaced:
+        parameters = getattr(parameter, "RayParams", None)
+        if parameters is not None:
+            known = UNUSED_PARTS.keys() & signature(parameters).parameters
+            fixed = partial(parameters, **{name: UNUSED_PARTS[name] for name in known})
+            replaced.enter_context(_replaced(parameter, "RayParams", fixed))
+        if hasattr(services, "start_api_server"):
+            replaced.enter_context(_replaced(services, "start_api_server", _no_dashboard))
+        yield
+
+
+def _no_dashboard(*arguments: Any, **options: Any) -> tuple[None, None]:
+    """Return what Ray expects of the start of its dashboard: no address and no process."""
+    return None, None
 
 
 def patient_start() -> AbstractContextManager[None]:

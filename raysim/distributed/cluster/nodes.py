@@ -134,7 +134,7 @@ def _start_here(cpus: float, log: Callable[[str], None]) -> None:
     try:
         with (
             loopback.only(),
-            loopback.any_agent_port(),
+            loopback.few_processes(),
             loopback.patient_start(),
             loopback.own_process_group(),
             loopback.private_token(),
