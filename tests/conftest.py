@@ -210,7 +210,7 @@ def local_ray() -> Iterator[None]:
 
     from raysim.distributed.cluster import loopback
 
-    with loopback.any_agent_port(), loopback.patient_start():
+    with loopback.few_processes(), loopback.patient_start():
         ray.init(
             address="local",
             num_cpus=4,
