@@ -29,16 +29,13 @@ def check_outputs(
     Raises:
         ConfigError: they are no tensor, or have another shape; the message names the fix.
     """
-    if isinstance(getattr(outputs, "logits", None), Tensor):
-        raise ConfigError(
-            f"{label} returns a {type(outputs).__name__}; let forward return its logits, return "
-            "out.logits, or wrap the net in a module whose forward returns self.net(x).logits"
-        )
     if not isinstance(outputs, Tensor):
+        form = type(outputs).__name__
+        is_logits = isinstance(getattr(outputs, "logits", None), Tensor)
+        one = "its logits, out.logits" if is_logits else "the tensor of the outputs"
         raise ConfigError(
-            f"{label} turns two examples into {type(outputs).__name__}, and forward has to return "
-            "one tensor: that of the outputs, or several ones joined, torch.cat([logits, "
-            "features.flatten(1)], 1), which a loss function takes apart, with task.like: any"
+            f"{label} turns two examples into {form}, and task '{task.name}' takes one tensor; let "
+            f"forward return {one}, or give a loss function of ({form}, y) with task.like: any"
         )
     got = list(outputs.shape)
     # A net for one number, or one label, may leave out the dimension of its only column.

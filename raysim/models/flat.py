@@ -98,6 +98,7 @@ class Model:
         self.inputs = inputs_of(net)
         """The inputs of a net with several ones; () for one."""
         root = StagedModel(net).to(dtype=dtype, device=device)
+        root.forms = self.learning_task.forms
         root.train()
         self.frame = ForwardContext()
         x, _ = self.examples(2)

@@ -57,7 +57,7 @@ def measure(
     """
     rows: list[list[Any]] = [[] for _ in metrics]
     of_class = torch.zeros(2, classes, dtype=torch.long, device=buffers.device)
-    loss = _MeanLoss(net)
+    loss, task = _MeanLoss(net), net.model.learning_task
     if positions is None:
         positions = torch.arange(len(examples))
     for part in positions.split(batch_size):
@@ -65,13 +65,13 @@ def measure(
         outputs = _outputs(net, buffers, x, predict)
         # The loss has weights of its own for examples that do not count in the metrics.
         loss.add(outputs, x, y)
-        if (counted := net.model.learning_task.counted(y)) is not None:
+        if (counted := task.counted(y)) is not None:
             outputs, x, y = outputs[counted], x[counted], y[counted]
         for metric, parts in zip(metrics, rows, strict=True):
             with _named(metric):
                 own_x = metric.inputs(x)
                 own_outputs = outputs if own_x is x else _outputs(net, buffers, own_x, predict)
-                parts.append(metric.rows(own_outputs, y))
+                parts.append(metric.rows(task.as_returned(own_outputs, type(metric)), y))
         if classes:
             hits = y[outputs.argmax(1) == y]
             of_class += torch.stack([torch.bincount(p, minlength=classes) for p in (hits, y)])
