@@ -32,6 +32,15 @@ BUGS = (NameError, AttributeError, TypeError, KeyError)
 MAX_COPIED_NUMBERS = 2_000_000
 """Larger arguments are not copied; of them, changes that PyTorch does not count go unnoticed."""
 
+SERVER_ARGUMENTS = {
+    "sent_to": ("shared",),
+    "broadcast": ("state",),
+    "for_evaluation": ("state",),
+    "candidates": ("state",),
+    "select": ("state",),
+}
+"""Arguments that methods of a server rule may not change."""
+
 LOCAL_STEP = ("direction", "step")
 """Methods that may change none of their arguments; the others may not change `shared`."""
 
@@ -69,7 +78,7 @@ def _watched(name: str, method: Callable[..., Any], parameters: list[str]) -> Ca
         arguments = {**dict(zip(parameters, args, strict=False)), **options}
         checked = ("shared", "state", "batch") if name in LOCAL_STEP else ("shared",)
         if isinstance(self, ServerRule):
-            checked = ()
+            checked = SERVER_ARGUMENTS.get(name, ())
         before = [_Argument(key, arguments[key]) for key in checked if key in arguments]
         with keyed_numbers_only(lambda drawn: _unkeyed(self, name, drawn)):
             try:

@@ -1,0 +1,205 @@
+"""Rules that keep something in Python, or change what they share: refused before a run; and a rule
+that keeps the same in its state gives what a plain loop gives."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from support.plain_fedavg import blobs, cut, run
+from torch import nn
+from torch.nn import functional as F
+
+from raysim.errors import ConfigError, RaysimError
+from raysim.rules import ClientRule, ServerRule
+
+DATA, PARTS = blobs(), cut([60, 40, 20])
+GENERATOR = np.random.default_rng(0)
+
+
+@dataclass(frozen=True)
+class CountsRounds(ClientRule):
+    rounds: ClassVar[dict[Any, int]] = {}
+
+    def finish(self, shared, state, client_state, data, task):
+        self.rounds[task.client] = self.rounds.get(task.client, 0) + 1
+        return {"delta": self.rounds[task.client] * (shared["x"] - state["w"])}, {}
+
+
+@dataclass(frozen=True)
+class SetsAttribute(ClientRule):
+    def direction(self, shared, state, batch, task):
+        momentum = 0.9 * getattr(self, "m", 0.0) + task.grad(state["w"], batch)
+        object.__setattr__(self, "m", momentum)
+        return momentum
+
+
+@dataclass(frozen=True)
+class Draws(ClientRule):
+    def direction(self, shared, state, batch, task):
+        return task.grad(state["w"], batch) * GENERATOR.random()
+
+
+@dataclass(frozen=True)
+class ReadsTheClock(ClientRule):
+    def finish(self, shared, state, client_state, data, task):
+        return {"delta": (shared["x"] - state["w"]) * (1 + time.time() % 1)}, {}
+
+
+@dataclass(frozen=True)
+class KeepsLastClient(ClientRule):
+    last: ClassVar[dict[str, Any]] = {}
+
+    def finish(self, shared, state, client_state, data, task):
+        other = self.last.get("w", state["w"])
+        self.last["w"] = state["w"].clone()
+        return {"delta": shared["x"] - (state["w"] + other) / 2}, {}
+
+
+@dataclass(frozen=True)
+class CachesWhatIsTheSame(ClientRule):
+    """Keeps something in Python from which nothing differs."""
+
+    cache: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def direction(self, shared, state, batch, task):
+        ones = self.cache.setdefault(len(state["w"]), torch.ones_like(state["w"]))
+        return ones * task.grad(state["w"], batch)
+
+
+@dataclass(frozen=True)
+class ClassMomentum(ServerRule):
+    kept: ClassVar[dict[str, Any]] = {}
+
+    def update(self, state, reports):
+        self.kept["m"] = 0.9 * self.kept.get("m", 0.0) + reports.mean("delta")
+        return {"x": state["x"] - self.kept["m"]}
+
+
+@dataclass(frozen=True)
+class ListOfUpdates(ServerRule):
+    updates: list = field(default_factory=list)
+
+    def update(self, state, reports):
+        self.updates.append(reports.mean("delta"))
+        return {"x": state["x"] - torch.stack(self.updates).sum(0)}
+
+
+@dataclass(frozen=True)
+class ServerDraws(ServerRule):
+    def update(self, state, reports):
+        return {"x": state["x"] - reports.mean("delta") * GENERATOR.random()}
+
+
+@dataclass(frozen=True)
+class Momentum(ServerRule):
+    def init(self, x0, problem):
+        return {"x": x0, "m": torch.zeros_like(x0)}
+
+    def update(self, state, reports):
+        m = 0.9 * state["m"] + reports.mean("delta")
+        return {"x": state["x"] - m, "m": m}
+
+
+@dataclass(frozen=True)
+class Clusters(ServerRule):
+    def sent_to(self, shared, client):
+        shared["x"].mul_(1.001)
+        return shared
+
+    def update(self, state, reports):
+        return {"x": state["x"] - reports.mean("delta")}
+
+
+@dataclass(frozen=True)
+class Evaluates(Clusters):
+    def sent_to(self, shared, client):
+        return shared
+
+    def for_evaluation(self, state):
+        return {"x": state["x"].mul_(0.5)}
+
+
+@dataclass(frozen=True)
+class Weighs(ServerRule):
+    how: str = "counts"
+
+    def weigh(self, cohort):
+        total = sum(n**2 for n in cohort.samples)
+        scale = {"counts": 1, "mean": 1 / total, "damped": 0.5 / total}[self.how]
+        return [scale * n**2 for n in cohort.samples]
+
+    def update(self, state, reports):
+        return {"x": state["x"] - reports.mean("delta")}
+
+
+def start() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(6, 3)
+
+
+def train(**rules: Any) -> Any:
+    return run(start(), DATA, PARTS, algorithm=None, **{"client": "fedavg", **rules})
+
+
+@pytest.mark.parametrize(
+    "rule", [CountsRounds, SetsAttribute, Draws, ReadsTheClock, KeepsLastClient]
+)
+def test_a_client_rule_that_keeps_something_is_refused(rule):
+    with pytest.raises(ConfigError, match=r"^client.name: .* is no function of its arguments"):
+        train(client=rule, server="fedavg")
+
+
+@pytest.mark.parametrize("rule", [ClassMomentum, ListOfUpdates, ServerDraws])
+def test_a_server_rule_that_keeps_something_is_refused(rule):
+    with pytest.raises(ConfigError, match=r"^server.name: .* the state has a 'x' that differs"):
+        train(server=rule)
+
+
+@pytest.mark.parametrize(("rule", "method"), [(Clusters, "sent_to"), (Evaluates, "for_evaluation")])
+def test_a_server_rule_that_changes_what_is_shared_is_refused(rule, method):
+    with pytest.raises(ConfigError, match=f"{method} of server rule .* in place"):
+        train(server=rule)
+
+
+def plain(weights: list[float], beta: float = 0.0, rounds: int = 3) -> torch.Tensor:
+    """Two full-batch steps on each client, weighted sums, heavy-ball momentum on the server."""
+    net = start().double()
+    x, momentum = nn.utils.parameters_to_vector(net.parameters()).detach(), 0.0
+    for _ in range(rounds):
+        delta = torch.zeros_like(x)
+        for weight, part in zip(weights, PARTS, strict=True):
+            w = x
+            for _ in range(2):
+                nn.utils.vector_to_parameters(w, net.parameters())
+                net.zero_grad()
+                F.cross_entropy(
+                    net(torch.tensor(DATA[0][part])), torch.tensor(DATA[1][part])
+                ).backward()
+                w = w - 0.1 * torch.cat([p.grad.reshape(-1) for p in net.parameters()])  # pyright: ignore[reportOptionalMemberAccess]
+            delta += weight * (x - w)
+        momentum = beta * momentum + delta
+        x = x - momentum
+    return x
+
+
+def test_what_is_kept_in_the_state_is_that_of_a_plain_loop():
+    result = train(server=Momentum)
+    expected = plain([1 / 3] * 3, beta=0.9)
+    torch.testing.assert_close(result.parameters, expected, rtol=0, atol=1e-8)
+    result = train(client=CachesWhatIsTheSame, server="fedavg")
+    torch.testing.assert_close(result.parameters, plain([1 / 3] * 3), rtol=0, atol=1e-8)
+
+
+def test_weights_of_a_mean_sum_to_one_or_less():
+    squares = np.array([3600.0, 1600.0, 400.0])
+    for how, total in (("mean", 1.0), ("damped", 0.5)):
+        result = train(server={"name": Weighs, "how": how})
+        expected = plain((total * squares / squares.sum()).tolist())
+        torch.testing.assert_close(result.parameters, expected, rtol=0, atol=1e-8)
+    with pytest.raises(RaysimError, match=r"weigh gave .*, which sum to 5600, .*normalised"):
+        train(server=Weighs)
