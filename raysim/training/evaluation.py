@@ -69,9 +69,12 @@ def measure(
             outputs, x, y = outputs[counted], x[counted], y[counted]
         for metric, parts in zip(metrics, rows, strict=True):
             with _named(metric):
-                own_x = metric.inputs(x)
-                own_outputs = outputs if own_x is x else _outputs(net, buffers, own_x, predict)
-                parts.append(metric.rows(task.as_returned(own_outputs, type(metric)), y))
+                own_outputs = outputs
+                if type(metric).inputs is not TaskMetric.inputs:
+                    own_outputs = _outputs(net, buffers, metric.inputs(x.clone()), predict)
+                # A user's metric may change its arguments in place, which others still need.
+                of_metric = task.as_returned(own_outputs.clone(), type(metric))
+                parts.append(metric.rows(of_metric, y.clone()))
         if classes:
             hits = y[outputs.argmax(1) == y]
             of_class += torch.stack([torch.bincount(p, minlength=classes) for p in (hits, y)])

@@ -14,8 +14,9 @@ from support.plain_fedavg import blobs, cut, run
 from torch import nn
 from torch.nn import functional as F
 
+from raysim import Probe
 from raysim.errors import ConfigError, RaysimError
-from raysim.rules import ClientRule, ServerRule
+from raysim.rules import ClientRule, ClientSampling, ServerRule, TaskMetric, UploadStage
 
 DATA, PARTS = blobs(), cut([60, 40, 20])
 GENERATOR = np.random.default_rng(0)
@@ -203,3 +204,124 @@ def test_weights_of_a_mean_sum_to_one_or_less():
         torch.testing.assert_close(result.parameters, expected, rtol=0, atol=1e-8)
     with pytest.raises(RaysimError, match=r"weigh gave .*, which sum to 5600, .*normalised"):
         train(server=Weighs)
+
+
+@dataclass(frozen=True)
+class HalvesInPlace(UploadStage):
+    def encode(self, update, rng):
+        return update.div_(2)
+
+
+@dataclass(frozen=True)
+class DividesByCalls(UploadStage):
+    calls: ClassVar[list[int]] = []
+
+    def encode(self, update, rng):
+        self.calls.append(0)
+        return update / len(self.calls)
+
+
+@dataclass(frozen=True)
+class TakesTurns(ClientSampling):
+    turns: list = field(default_factory=list)
+
+    def sample(self, pool, size, t, rng):
+        self.turns.append(t)
+        return [int(pool.ids[len(self.turns) % len(pool.ids)])]
+
+
+@dataclass
+class Writes(Probe):
+    what: str = "x"
+
+    def request(self, round):
+        return dict.fromkeys(round.ids, True)
+
+    def measure(self, trainer, client, update, request):
+        tensors = {**client.broadcast.shared, **update.report, "w": update.local_params}
+        tensors[self.what].add_(1)
+        return {}
+
+
+@dataclass
+class WritesRecord(Probe):
+    def follow(self, record):
+        record["loss"] = 0.0
+        return {}
+
+
+@dataclass
+class WritesModel(Probe):
+    def evaluates(self, rounds_done):
+        return True
+
+    def evaluate(self, trainer, model):
+        model.shared["x"].zero_()
+        return {}
+
+
+CALLS: list[int] = []
+
+
+def calls(outputs, y):
+    CALLS.append(0)
+    return len(CALLS)
+
+
+class Clamps(TaskMetric):
+    """Changes all that it gets."""
+
+    def inputs(self, x):
+        return x.mul_(-1)
+
+    def rows(self, outputs, y):
+        hits = outputs.argmax(1) == y
+        outputs.zero_()
+        y.zero_()
+        return hits
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        (HalvesInPlace, "HalvesInPlace changes the update in place"),
+        (DividesByCalls, "DividesByCalls returns something else for the same update"),
+    ],
+)
+def test_a_stage_that_keeps_or_changes_something_is_refused(stage, message):
+    local = {"steps": 2, "batch_size": "full", "lr": 0.1, "upload": [stage]}
+    with pytest.raises(ConfigError, match=rf"^local\.upload\.0: encode of {message}"):
+        run(start(), DATA, PARTS, local=local)
+
+
+def test_a_sampling_rule_that_keeps_something_is_refused():
+    with pytest.raises(RaysimError, match=r"TakesTurns returned \[1\], and \[2\] for the same"):
+        run(start(), DATA, PARTS, schedule={"cohort": 1, "sampling": TakesTurns})
+
+
+@pytest.mark.parametrize("what", ["x", "delta", "w"])
+def test_a_probe_that_changes_what_the_run_uses_is_refused(what):
+    evaluate = {"probes": [{"name": Writes, "what": what}]}
+    with pytest.raises(RaysimError, match=r"measure of probe 'Writes' .* in place, which the run"):
+        run(start(), DATA, PARTS, evaluate=evaluate)
+    with pytest.raises(RaysimError, match=r"evaluate of probe 'WritesModel' .* it changes 'x' in"):
+        run(start(), DATA, PARTS, evaluate={"probes": [WritesModel]})
+
+
+def test_metrics_do_not_change_what_others_get():
+    metrics = [Clamps, "accuracy"]
+    evaluate = {"metrics": metrics, "batch_size": 7, "probes": [WritesRecord]}
+    result = run(start(), DATA, PARTS, evaluate=evaluate)
+    x, y = torch.tensor(DATA[2]), torch.tensor(DATA[3])
+    net = result.net().double()
+    with torch.no_grad():
+        outputs, turned = net(x), net(-x)
+    last = result.history[-1]
+    assert last["accuracy"] == pytest.approx(float((outputs.argmax(1) == y).double().mean()))
+    assert last["clamps"] == pytest.approx(float((turned.argmax(1) == y).double().mean()))
+    assert last["loss"] == pytest.approx(float(F.cross_entropy(outputs, y)), rel=1e-9)
+
+
+def test_a_metric_that_keeps_something_is_refused():
+    with pytest.raises(ConfigError, match=r"^evaluate.metrics: 'calls' is 1 and then 2"):
+        run(start(), DATA, PARTS, evaluate={"metrics": [calls]})
