@@ -325,3 +325,38 @@ def test_metrics_do_not_change_what_others_get():
 def test_a_metric_that_keeps_something_is_refused():
     with pytest.raises(ConfigError, match=r"^evaluate.metrics: 'calls' is 1 and then 2"):
         run(start(), DATA, PARTS, evaluate={"metrics": [calls]})
+
+
+@dataclass(frozen=True)
+class ProxByLoss(ClientRule):
+    """FedProx as a term of the loss, of which raysim takes no gradient."""
+
+    detached: bool = False
+
+    def loss(self, shared, state, net, batch, task):
+        term = (state["w"] - shared["x"]).square().sum()
+        values = F.cross_entropy(net.logits, batch.y, reduction="none")
+        return values + (term.detach() if self.detached else term)
+
+
+@dataclass(frozen=True)
+class ProxByClosure(ClientRule):
+    def direction(self, shared, state, batch, task):
+        def loss(net, batch):
+            term = (state["w"] - shared["x"]).square().sum()
+            return F.cross_entropy(net.logits, batch.y, reduction="none") + term
+
+        return task.grad(state["w"], batch, loss)
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("rule", [ProxByLoss, ProxByClosure])
+def test_a_loss_of_the_state_is_refused(rule, private):
+    keys = {"privacy": {"noise_multiplier": 0.0, "max_grad_norm": 1e9}} if private else {}
+    with pytest.raises(ConfigError, match=r'^client.name: .* depends on state\["w"\], which is a'):
+        train(client=rule, server="fedavg", **keys)
+
+
+def test_a_detached_term_of_a_loss_is_a_constant():
+    result = train(client={"name": ProxByLoss, "detached": True}, server="fedavg")
+    torch.testing.assert_close(result.parameters, plain([1 / 3] * 3), rtol=0, atol=1e-8)

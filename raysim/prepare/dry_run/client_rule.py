@@ -194,6 +194,9 @@ class RuleDryRun:
         Raises:
             ContractError: the rule breaks its contract.
         """
+        if self.config.example_privacy is not None:  # gradients of examples hide some mistakes
+            config = self.config.model_copy(update={"privacy": None})
+            RuleDryRun(replace(self.plan, config=config)).check_contract()
         trainer, broadcast, tasks = self.stage()
         if self.large:
             tasks = tasks[1:]
