@@ -152,7 +152,9 @@ class _MeanLoss:
             # A function of the user's may hold tensors of the run's dtype.
             self.total += task.loss(outputs, Batch(x, y)).double().sum()
         else:
-            self.total += task.loss(outputs.double(), Batch(x, y)).sum()
+            # A user's task may change its arguments in place, which the metrics still need.
+            of_loss = outputs.to(torch.float64, copy=True)
+            self.total += task.loss(of_loss, Batch(x, y.clone())).sum()
 
     def value(self) -> float:
         """Return the loss; NaN if all examples have weight 0."""

@@ -175,6 +175,8 @@ def test_other_parts_of_a_run_take_them_too():
 
 
 class Odd(ManyHeads):
+    odd = ""
+
     def forward(self, x):
         main, aux = super().forward(x)
         odd = {

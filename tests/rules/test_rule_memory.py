@@ -16,7 +16,14 @@ from torch.nn import functional as F
 
 from raysim import Probe
 from raysim.errors import ConfigError, RaysimError
-from raysim.rules import ClientRule, ClientSampling, ServerRule, TaskMetric, UploadStage
+from raysim.rules import (
+    Classification,
+    ClientRule,
+    ClientSampling,
+    ServerRule,
+    TaskMetric,
+    UploadStage,
+)
 
 DATA, PARTS = blobs(), cut([60, 40, 20])
 GENERATOR = np.random.default_rng(0)
@@ -246,7 +253,7 @@ class Writes(Probe):
 @dataclass
 class WritesRecord(Probe):
     def follow(self, record):
-        record["loss"] = 0.0
+        record["loss"] = 0.0  # pyright: ignore[reportIndexIssue]  # a mistake
         return {}
 
 
@@ -360,3 +367,51 @@ def test_a_loss_of_the_state_is_refused(rule, private):
 def test_a_detached_term_of_a_loss_is_a_constant():
     result = train(client={"name": ProxByLoss, "detached": True}, server="fedavg")
     torch.testing.assert_close(result.parameters, plain([1 / 3] * 3), rtol=0, atol=1e-8)
+
+
+@dataclass(frozen=True)
+class SelectsInTurn(Momentum):
+    turns: list = field(default_factory=list)
+
+    def select(self, state, pool, rng):
+        self.turns.append(pool.round)
+        return [len(self.turns) % 3]
+
+
+@dataclass(frozen=True)
+class CountsCalls(Classification):
+    calls: ClassVar[list[int]] = []
+
+    def loss(self, outputs, batch):
+        self.calls.append(0)
+        return len(self.calls) * F.cross_entropy(outputs, batch.y, reduction="none")
+
+
+@dataclass(frozen=True)
+class DoublesInPlace(Classification):
+    def loss(self, outputs, batch):
+        return F.cross_entropy(outputs.mul_(2), batch.y, reduction="none")
+
+
+def hits(outputs, y):
+    return (outputs.argmax(1) == y) * outputs.abs().sum(1)
+
+
+def test_a_selection_that_keeps_something_is_refused():
+    with pytest.raises(ConfigError, match=r"^server.name: .* `select` returns other clients"):
+        train(server=SelectsInTurn)
+
+
+def test_a_task_that_keeps_something_is_refused():
+    with pytest.raises(ConfigError, match=r"^task: loss of 'CountsCalls' gives something else"):
+        run(start(), DATA, PARTS, task=CountsCalls)
+
+
+def test_a_task_may_change_outputs_in_place():
+    result = run(start(), DATA, PARTS, task=DoublesInPlace, evaluate={"metrics": [hits]})
+    x, y = torch.tensor(DATA[2]), torch.tensor(DATA[3])
+    with torch.no_grad():
+        outputs = result.net().double()(x)
+    last = result.history[-1]
+    assert last["hits"] == pytest.approx(float(hits(outputs, y).mean()), rel=1e-9)
+    assert last["loss"] == pytest.approx(float(F.cross_entropy(2 * outputs, y)), rel=1e-9)

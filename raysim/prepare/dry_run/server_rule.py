@@ -89,7 +89,9 @@ def check_contract(plan: Plan) -> None:
             if not same_values(first[key], second[key]):
                 raise keeps_something(rule, f"the state has a '{key}' that differs")
         if overridden(plan.server, ["select"]):
-            _select_first_round(plan)
+            chosen = _select_first_round(plan)
+            if _select_first_round(plan) != chosen:
+                raise keeps_something(rule, "`select` returns other clients")
     except ContractError:
         raise
     except RaysimError as error:
@@ -116,8 +118,8 @@ def _train_one_round(plan: Plan) -> dict[str, Tensor]:
     return {key: tensor.clone() for key, tensor in server.state.items()}
 
 
-def _select_first_round(plan: Plan) -> None:
-    """Select the first round of the run. The losses of candidates are random numbers.
+def _select_first_round(plan: Plan) -> list[int]:
+    """Return the clients of the run's first round. The losses of candidates are random numbers.
 
     Raises:
         RaysimError: the rule fails, or breaks its contract.
@@ -130,7 +132,7 @@ def _select_first_round(plan: Plan) -> None:
     candidates = server.candidates(pool, generator(seed, "candidates", 0)).ids
     losses = generator(seed, "dry run").random(len(pool.ids))
     losses[~np.isin(pool.ids, candidates)] = np.nan
-    server.select(replace(pool, current_loss=losses), generator(seed, "cohort", 0))
+    return server.select(replace(pool, current_loss=losses), generator(seed, "cohort", 0))
 
 
 def _round(tasks: list[ClientTask], samples: list[int], t: int) -> RoundCohort:
