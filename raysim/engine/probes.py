@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from raysim.config import entry_points
 from raysim.config.references import load_object
 from raysim.config.schema import Config
@@ -304,7 +306,7 @@ class Probes:
         metrics: dict[str, float] = {}
         for probe in self.probes:
             with _guarded(probe, "follow", f"after {record['round']:g} rounds: "):
-                metrics |= _named(probe, probe.follow(record))
+                metrics |= _named(probe, probe.follow(dict(record)))
         return metrics
 
 
@@ -333,10 +335,23 @@ def _guarded_measure(probe: Probe) -> Measure:
     def measure(
         trainer: Trainer, client: PreparedClient, update: ClientUpdate, request: Any
     ) -> dict[str, Any]:
-        with _guarded(probe, "measure", f"client {client.task.client}: "):
+        tensors = {**client.broadcast.shared, **update.report, "local_params": update.local_params}
+        with _guarded(probe, "measure", f"client {client.task.client}: "), _unchanged(tensors):
             return probe.measure(trainer, client, update, request)
 
     return measure
+
+
+@contextmanager
+def _unchanged(tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Raise ValueError if a probe changes one of these tensors in place, which the run uses."""
+    before = {key: (t, t._version) for key, t in tensors.items() if t is not None}
+    yield
+    for key, (tensor, version) in before.items():
+        if tensor._version != version:
+            raise ValueError(
+                f"it changes '{key}' in place, which the run still uses; change a clone()"
+            )
 
 
 def evaluations(plan: Plan) -> dict[str, Callable[[Trainer, EvaluatedModel], dict[str, float]]]:
@@ -358,7 +373,8 @@ def _guarded_evaluate(probe: Probe) -> Callable[[Trainer, EvaluatedModel], dict[
     """Return a probe's `evaluate` with its exceptions turned into ProbeError."""
 
     def evaluate(trainer: Trainer, model: EvaluatedModel) -> dict[str, float]:
-        with _guarded(probe, "evaluate", f"after {model.rounds_done} rounds: "):
+        place = f"after {model.rounds_done} rounds: "
+        with _guarded(probe, "evaluate", place), _unchanged(model.shared):
             return _named(probe, probe.evaluate(trainer, model))
 
     return evaluate

@@ -23,6 +23,9 @@ from raysim.training.messages import ClientTask
 
 logger = logging.getLogger("raysim")
 
+WEIGHT_TOLERANCE = 1e-6
+"""Rounding in the sum of a round's weights."""
+
 
 @dataclass
 class ActiveRound(Generic[ModelHandle]):
@@ -95,6 +98,12 @@ def _check_weights(rule: str, cohort: RoundCohort) -> None:
         raise RaysimError(
             f"server rule '{rule}': weigh must give a number for each of {len(cohort.ids)} "
             f"clients, none negative and not all of them 0; it gave {cohort.weights}"
+        )
+    if weights.sum() > 1 + WEIGHT_TOLERANCE:
+        raise RaysimError(
+            f"server rule '{rule}': weigh gave {cohort.weights}, which sum to {weights.sum():g}, "
+            "and reports.mean would be as many times a mean; divide them by their sum, "
+            "raysim.rules.normalised(weights)"
         )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from raysim.models.keyed_layers import switch_off_dropout
+from raysim.rules.tasks.several_outputs import OutputForms
 from raysim.system.global_generators import seed_generators
 
 
@@ -67,7 +69,11 @@ def magnitude(tensors: Iterable[Tensor | None]) -> float:
 
 
 def original_copy(
-    net: nn.Module, dtype: torch.dtype, device: torch.device, draws: tuple[str, ...]
+    net: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    draws: tuple[str, ...],
+    forms: OutputForms | None,
 ) -> nn.Module:
     """Return a copy of a user's net in training mode and in the run's type.
 
@@ -79,6 +85,7 @@ def original_copy(
         dtype: type of the run.
         device: device of the copy.
         draws: the libraries from whose generators it draws.
+        forms: the forms of several outputs, which it returns as one tensor; None: of none.
     """
     original = copy.deepcopy(net).to(dtype=dtype, device=device)
     switch_off_dropout(original)
@@ -89,7 +96,11 @@ def original_copy(
         seed_generators(draws, 0)
         return tuple(x.clone() for x in inputs)
 
+    def finish(net: nn.Module, inputs: tuple[Tensor, ...], outputs: Any) -> Any:
+        return outputs if forms is None else forms.pack(outputs, len(inputs[0]))
+
     original.register_forward_pre_hook(prepare, prepend=True)
+    original.register_forward_hook(finish)
     return original
 
 

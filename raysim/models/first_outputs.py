@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from raysim.errors import ConfigError, in_a_line
@@ -12,6 +14,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.loss_task import LossTask
 from raysim.rules.tasks.shipped_tasks import TASKS, Classification, Multilabel, Regression
+from raysim.system.global_generators import generators_kept
 from raysim.system.signals import reraise_stop
 
 
@@ -29,16 +32,13 @@ def check_outputs(
     Raises:
         ConfigError: they are no tensor, or have another shape; the message names the fix.
     """
-    if isinstance(getattr(outputs, "logits", None), Tensor):
-        raise ConfigError(
-            f"{label} returns a {type(outputs).__name__}; let forward return its logits, return "
-            "out.logits, or wrap the net in a module whose forward returns self.net(x).logits"
-        )
     if not isinstance(outputs, Tensor):
+        form = type(outputs).__name__
+        is_logits = isinstance(getattr(outputs, "logits", None), Tensor)
+        one = "its logits, out.logits" if is_logits else "the tensor of the outputs"
         raise ConfigError(
-            f"{label} turns two examples into {type(outputs).__name__}, and forward has to return "
-            "one tensor: that of the outputs, or several ones joined, torch.cat([logits, "
-            "features.flatten(1)], 1), which a loss function takes apart, with task.like: any"
+            f"{label} turns two examples into {form}, and task '{task.name}' takes one tensor; let "
+            f"forward return {one}, or give a loss function of ({form}, y) with task.like: any"
         )
     got = list(outputs.shape)
     # A net for one number, or one label, may leave out the dimension of its only column.
@@ -78,7 +78,7 @@ def check_first_loss(task: LearningTask, outputs: Tensor, batch: Batch) -> None:
     if type(task) in TASKS.values():
         return
     try:
-        loss = task.loss(outputs, batch)
+        loss, again = (_loss_of_copies(task, outputs, batch) for _ in range(2))
         if isinstance(task, LossTask):
             task.confirm(outputs, batch)
     except BaseException as error:
@@ -90,6 +90,18 @@ def check_first_loss(task: LearningTask, outputs: Tensor, batch: Batch) -> None:
             f"task: loss of '{task.name}' returns {kind} for two examples, expected one number for "
             "each, [2]; the engine takes the mean"
         )
+    if not torch.allclose(loss, again, equal_nan=True):
+        raise ConfigError(
+            f"task: loss of '{task.name}' gives something else for the same outputs when it is "
+            "called again, as with an attribute or a generator of its own, which workers do not "
+            "share; compute it from its arguments"
+        )
+
+
+def _loss_of_copies(task: LearningTask, outputs: Tensor, batch: Batch) -> Tensor:
+    """Return the loss of copies of outputs and targets, which a task may change in place."""
+    with generators_kept():
+        return task.loss(outputs.clone(), replace(batch, y=batch.y.clone()))
 
 
 def failed_loss(

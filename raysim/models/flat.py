@@ -98,6 +98,7 @@ class Model:
         self.inputs = inputs_of(net)
         """The inputs of a net with several ones; () for one."""
         root = StagedModel(net).to(dtype=dtype, device=device)
+        root.forms = self.learning_task.forms
         root.train()
         self.frame = ForwardContext()
         x, _ = self.examples(2)
@@ -165,6 +166,9 @@ class Model:
             text, hint = in_a_line(error), ""
             if "required positional argument" in text and not self.inputs:
                 hint = "; x is one tensor: give the data of several inputs as a mapping or a tuple"
+            elif "unexpected keyword argument" in text and self.inputs:
+                names = ", ".join(entry.name for entry in self.inputs)
+                hint = f"; the data have the inputs {names}, which are arguments of forward by name"
             elif not x.is_floating_point():
                 hint = "; x is int64: give floats, or use nn.Embedding"
             elif "same dtype" in text:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
 from raysim.models.keyed_layers import KeyedBatchNorm, KeyedDropout, NoteFeatures
+from raysim.rules.tasks.several_outputs import OutputForms
 
 CLASSIFIER = -1
 """In the place of the first stage that runs: the classifier alone, on features [B, F]."""
@@ -18,6 +19,8 @@ class StagedModel(nn.Sequential):
 
     classifier = ""
     """Path of the net's classifier; "" if it has none."""
+    forms: OutputForms | None = None
+    """The forms of several outputs, if the loss takes them."""
 
     @property
     def stages(self) -> list[nn.Module]:
@@ -48,17 +51,23 @@ class StagedModel(nn.Sequential):
             `levels` the net runs stage by stage.
         """
         if levels is None and first == 0:
-            outputs = self[0](x)
-            # squeeze() in the user's forward takes the dimension of a batch of one away too.
-            is_number = isinstance(outputs, Tensor) and outputs.ndim == 0
-            return outputs.reshape(1) if is_number else outputs
+            return self._as_tensor(self[0](x), len(x))
         if first == CLASSIFIER:
             return self.get_submodule(self.classifier)(x)
+        n = len(x)
         for stage in self.stages[first:]:
             x = stage(x)
             if levels is not None:
                 levels.append(x)
-        return x
+        return self._as_tensor(x, n)
+
+    def _as_tensor(self, outputs: Any, n: int) -> Tensor:
+        """Return what forward returned for n examples as one tensor, if the loss takes that."""
+        if self.forms is not None:
+            outputs = self.forms.pack(outputs, n)
+        # squeeze() in the user's forward takes the dimension of a batch of one away too.
+        is_number = isinstance(outputs, Tensor) and outputs.ndim == 0
+        return outputs.reshape(1) if is_number else outputs
 
 
 def is_chain(net: nn.Module) -> TypeGuard[nn.Sequential]:

@@ -11,6 +11,7 @@ from raysim.config.references import load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named, Section
 from raysim.errors import ConfigError, ContractError
+from raysim.models.comparison import same_values
 from raysim.models.flat import Model
 from raysim.randomness import generator
 from raysim.rules.contract import ClientRule, ServerRule
@@ -108,9 +109,10 @@ def _check_upload(key: str, upload: str, client: ClientRule, server: ServerRule)
 
 
 def _try_stage(key: str, stage: UploadStage, model: Model) -> None:
-    """Run a user's stage on a random update."""
-    rng = generator(0, "dry run")
-    update = torch.from_numpy(rng.standard_normal(model.size)).to(model.dtype)
+    """Run a user's stage twice on a random update."""
+    numbers = generator(0, "dry run").standard_normal(model.size)
+    update = torch.from_numpy(numbers).to(model.dtype)
+    before_call = update.clone()
     name = type(stage).__name__
 
     def failed(text: str) -> ConfigError:
@@ -121,8 +123,9 @@ def _try_stage(key: str, stage: UploadStage, model: Model) -> None:
 
     try:
         with translate_errors(failed), keyed_numbers_only(unkeyed):
-            decoded = stage.encode(update, rng)
+            decoded = stage.encode(update, generator(0, "stage"))
             check_encoded(stage, key, update, decoded)
+            again = stage.encode(before_call.clone(), generator(0, "stage"))
             if not torch.isfinite(decoded).all():
                 raise ConfigError(
                     f"{key}: encode of {name} returns numbers that are not finite for a finite "
@@ -130,6 +133,17 @@ def _try_stage(key: str, stage: UploadStage, model: Model) -> None:
                 )
             before = WireFormat(model.size, 8 * update.element_size())
             check_wire_format(stage, key, stage.wire_format(before, decoded))
+        if not same_values(update, before_call):
+            raise ConfigError(
+                f"{key}: encode of {name} changes the update in place, so that what it removes is "
+                "not known; return a new tensor"
+            )
+        if not same_values(decoded, again):
+            raise ConfigError(
+                f"{key}: encode of {name} returns something else for the same update and "
+                "generator, as with an attribute or a generator of its own, which workers do not "
+                f"share; use only its arguments {RANDOM_NUMBERS_PAGE}"
+            )
     except ContractError as error:
         raise ConfigError(str(error)) from None
 

@@ -75,7 +75,7 @@ class ServerRule(Rule):
             return {"delta": "mean"}
 
     def weigh(self, cohort: Cohort) -> list[float]:
-        """Return the weights of a round's means, [K].
+        """Return the weights of a round's means, [K]; they sum to 1, or less to damp the update.
 
         Without a client of the cohort, the weights of the others may only change by a common
         factor.

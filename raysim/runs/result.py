@@ -33,6 +33,7 @@ from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError
 from raysim.metrics import has_direction, lower_is_better
 from raysim.prepare.resolve import prepare, read_run_config
+from raysim.rules.tasks.several_outputs import OutputForms
 from raysim.runs import run_dir
 from raysim.runs.python_inputs import named_inputs
 from raysim.runs.run_dir import HISTORY_FILE, PARAMETERS_FILE
@@ -129,7 +130,7 @@ class RunResult:
         return net_with(_loaded_plan(self.run_dir), self.state_dict)
 
     @torch.no_grad()
-    def predict(self, x: Any) -> Tensor:
+    def predict(self, x: Any) -> Any:
         """Return the net's outputs for inputs that are given as the data set's examples were.
 
         Inputs are scaled as those of the data set (`data.scaling`); images are uint8.
@@ -138,8 +139,9 @@ class RunResult:
             x: inputs, [n, ...].
 
         Returns:
-            The outputs of the net in evaluation mode, [n, ...], on the CPU. For classification they
-            are the logits, whose `argmax(1)` is the class.
+            The outputs of the net in evaluation mode, [n, ...], on the CPU, in the form in which
+            forward returns them. For classification they are the logits, whose `argmax(1)` is the
+            class.
 
         Raises:
             ConfigError: `x` has another form than the data set's examples, or the net or the data
@@ -151,7 +153,10 @@ class RunResult:
         scale, shift = plan.dataset.scale, plan.dataset.shift
         examples = Examples(inputs, labels, scale, shift, dtype=plan.dtype)
         batches = torch.arange(len(inputs)).split(self.config.evaluate.batch_size)
-        return torch.cat([net(examples.batch(batch)[0]) for batch in batches])
+        forms, rows = OutputForms(), []
+        for batch in batches:
+            rows.append(forms.pack(net(examples.batch(batch)[0]), len(batch)))
+        return forms.unpacked(torch.cat(rows))
 
     @property
     def clients_per_second(self) -> float:

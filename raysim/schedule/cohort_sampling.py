@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -77,7 +78,15 @@ def _own(
             lambda drawn: RaysimError(f"{place} {drawn}, {RNG_ARGUMENT} {RANDOM_NUMBERS_PAGE}")
         ),
     ):
+        repeated = copy.deepcopy((pool, size, t, rng)) if t == 0 else None
         sampled = [int(client) for client in rule.sample(pool, size, t, rng)]
+        again = sampled if repeated is None else list(map(int, rule.sample(*repeated)))
+    if again != sampled:
+        raise RaysimError(
+            f"{place} returned {sampled}, and {again} for the same arguments, as with an attribute "
+            "or a generator of its own, which a resumed run has not; use only the arguments "
+            f"{RANDOM_NUMBERS_PAGE}"
+        )
     unknown = sorted(set(sampled) - set(pool.ids.tolist()))
     if unknown:
         raise RaysimError(

@@ -39,7 +39,12 @@ def log_model(run_dir: Path, net: nn.Module, example: Tensor, name: str, step: i
         raise ConfigError(
             f"{run_dir}: this run is not in MLflow; raysim tracking sync {run_dir} sends it"
         )
-    outputs = net(example).detach().numpy()
+    outputs = net(example)
+    if not isinstance(outputs, Tensor):
+        raise RaysimError(
+            f"the net cannot be logged as a model: forward returns {type(outputs).__name__}, and a "
+            "model in MLflow one tensor; raysim export writes its weights"
+        )
     with mlflow_client.open_store(restored_uri(start["uri"]), "written") as client:
         import mlflow
         from mlflow import pytorch
@@ -56,7 +61,7 @@ def log_model(run_dir: Path, net: nn.Module, example: Tensor, name: str, step: i
                 logged = pytorch.log_model(
                     net,
                     name=name,
-                    signature=infer_signature(example.numpy(), outputs),
+                    signature=infer_signature(example.numpy(), outputs.detach().numpy()),
                     input_example=example.numpy(),
                     serialization_format="pt2",
                     pip_requirements=["torch"],

@@ -57,7 +57,7 @@ def measure(
     """
     rows: list[list[Any]] = [[] for _ in metrics]
     of_class = torch.zeros(2, classes, dtype=torch.long, device=buffers.device)
-    loss = _MeanLoss(net)
+    loss, task = _MeanLoss(net), net.model.learning_task
     if positions is None:
         positions = torch.arange(len(examples))
     for part in positions.split(batch_size):
@@ -65,13 +65,16 @@ def measure(
         outputs = _outputs(net, buffers, x, predict)
         # The loss has weights of its own for examples that do not count in the metrics.
         loss.add(outputs, x, y)
-        if (counted := net.model.learning_task.counted(y)) is not None:
+        if (counted := task.counted(y)) is not None:
             outputs, x, y = outputs[counted], x[counted], y[counted]
         for metric, parts in zip(metrics, rows, strict=True):
             with _named(metric):
-                own_x = metric.inputs(x)
-                own_outputs = outputs if own_x is x else _outputs(net, buffers, own_x, predict)
-                parts.append(metric.rows(own_outputs, y))
+                own_outputs = outputs
+                if type(metric).inputs is not TaskMetric.inputs:
+                    own_outputs = _outputs(net, buffers, metric.inputs(x.clone()), predict)
+                # A user's metric may change its arguments in place, which others still need.
+                of_metric = task.as_returned(own_outputs.clone(), type(metric))
+                parts.append(metric.rows(of_metric, y.clone()))
         if classes:
             hits = y[outputs.argmax(1) == y]
             of_class += torch.stack([torch.bincount(p, minlength=classes) for p in (hits, y)])
@@ -149,7 +152,9 @@ class _MeanLoss:
             # A function of the user's may hold tensors of the run's dtype.
             self.total += task.loss(outputs, Batch(x, y)).double().sum()
         else:
-            self.total += task.loss(outputs.double(), Batch(x, y)).sum()
+            # A user's task may change its arguments in place, which the metrics still need.
+            of_loss = outputs.to(torch.float64, copy=True)
+            self.total += task.loss(of_loss, Batch(x, y.clone())).sum()
 
     def value(self) -> float:
         """Return the loss; NaN if all examples have weight 0."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from pydantic import TypeAdapter
 
@@ -244,3 +245,40 @@ def test_tokens_of_users_give_the_same_bits_on_two_actors_and_after_resume(tmp_p
     on_actors = {"resources": {"executor": "ray", "actors": 2, "threads": 1}}
     stopped = raysim.run(config, {**on_actors, "rounds": 1, "run_dir": str(tmp_path / "ray")})
     assert raysim.resume(stopped.run_dir, {"rounds": 2}).digest == inline.digest
+
+
+def test_a_list_of_columns_is_several_inputs(tmp_path):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = torch.nn.Embedding(50, 3), torch.nn.Linear(7, 3)
+
+        def forward(self, tokens, features):
+            assert tokens.dtype == torch.int64
+            return self.head(torch.cat([self.words(tokens).mean(1), features], 1))
+
+    section = {"name": "hf", "path": saved(tmp_path / "two"), "y": "label"}
+    config = {
+        "model": Net(),
+        "partition": {"clients": 3},
+        "algorithm": "fedavg",
+        "rounds": 1,
+        "seed": 0,
+        "local": {"steps": 2, "batch_size": "full", "lr": 0.1},
+        "schedule": {"cohort": 3},
+        "resources": {"executor": "inline"},
+    }
+    data = {**section, "x": ["features", "tokens"]}
+    result = raysim.run({**config, "data": data}, tracking=False)
+    x = {"tokens": TOKENS, "features": (TOKENS / 8).astype("float32")}
+    test = {key: value[:N_TEST] for key, value in x.items()}
+    same = (x, np.arange(N) % 3, test, np.arange(N_TEST) % 3)
+    expected = raysim.run({**config, "data": same}, tracking=False)
+    for key, value in result.state_dict.items():
+        torch.testing.assert_close(value, expected.state_dict[key], rtol=0, atol=0)
+    # The order of columns is not that of the arguments, which are found by name.
+    torch.testing.assert_close(result.predict(test), expected.predict(test))
+    with pytest.raises(ConfigError, match=r"data\.x: the split train .* has no column 'token'"):
+        raysim.run({**config, "data": {**section, "x": ["features", "token"]}}, tracking=False)
+    with pytest.raises(ConfigError, match=r"x\['ragged'\] has rows of different lengths; pad them"):
+        raysim.run({**config, "data": {**section, "x": ["tokens", "ragged"]}}, tracking=False)

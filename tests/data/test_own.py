@@ -736,6 +736,10 @@ def test_clients_may_share_examples_if_that_is_asked_for(here, config, tmp_path)
         ({"name": "p.py:outside"}, "client 1 has example 999, outside 0 to 23"),
         ({"name": "p.py:few"}, "returned 1 clients; partition.clients is 4"),
         ({"name": "p.py:none"}, "no client has an example"),
+        (
+            {"name": "p.py:unkeyed"},
+            "returned other lists when it was called again, .* last argument",
+        ),
         ({"name": "p.py:words"}, "returned a int; return a list with the positions"),
         ({"name": "p.py:short"}, "takes 1 arguments; it is called with 3"),
         ({"name": "p.py:few", "bias": 1}, "bias: unknown key of 'p.py:few'"),

@@ -125,6 +125,7 @@ def test_a_users_function_gets_each_clients_examples(own):
         ("kept_out", r"phase 0 example \d+, which is no client's training example"),
         ("nothing", "no client has training examples in phase 1"),
         ("missing", "missing"),
+        ("unkeyed", "phase 0 other lists when it was called again"),
     ],
 )
 def test_what_a_users_function_may_not_return(function, message, own):

@@ -88,7 +88,7 @@ class Named(nn.Linear):
     ("x", "net", "message"),
     [
         (np.zeros((9, 4), int), nn.Linear(4, 3), "x is int64: give floats, or use nn.Embedding"),
-        (np.zeros((9, 4)), Named(4, 3), r"into dict, and forward has to return one tensor"),
+        (np.zeros((9, 4)), Named(4, 3), r"into dict, and task .* takes one tensor"),
     ],
 )  # fmt: skip
 def test_a_net_that_does_not_fit_is_told_the_fix(base, tmp_path, monkeypatch, x, net, message):

@@ -252,7 +252,9 @@ def test_what_cannot_be_packed_is_refused(make, message):
 def test_a_net_of_one_input_is_refused():
     with pytest.raises(ConfigError, match="'mlp' has one input, and the data have user, tokens"):
         run("mlp", halves(["user", "tokens"]), PARTS)
-    with pytest.raises(ConfigError, match="unexpected keyword argument 'tokens'"):
+    with pytest.raises(
+        ConfigError, match=r"'tokens'; the data have the inputs user, tokens, which are arg"
+    ):
         run(TakesTwo(), halves(["user", "tokens"]), PARTS)
     table = np.ones((N, 6)), Y[:N], np.ones((TEST, 6)), Y[N:]
     with pytest.raises(ConfigError, match=r"missing 1 .*'items'; x is one tensor: give the data"):

@@ -247,14 +247,14 @@ def test_a_squeezed_net_has_gradients_of_single_examples():
     torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-9)
 
 
-def test_several_outputs_are_joined():
+def test_several_outputs_need_a_loss_of_any_outputs():
     class Tuple(Squeezes):
         def forward(self, x):
             return self.layer(x), x
 
     keys = {**config(CASES["squeeze"]), "model": Tuple()}
     with pytest.raises(
-        ConfigError, match=r"into tuple, and forward has to return one tensor: .*joi"
+        ConfigError, match=r"into tuple, and task .* takes one tensor; .*task\.like: any"
     ):
         raysim.run(keys, tracking=False)
 

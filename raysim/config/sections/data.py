@@ -135,8 +135,9 @@ class HuggingFace(Inputs):
     """A folder made by `save_to_disk` or that `load_dataset` reads, or a name on the hub."""
     config: str | None = None
     """Configuration of a data set that has several, such as a language; null: its only one."""
-    x: str
-    """Column of the inputs: images, numbers, or lists of numbers."""
+    x: str | Annotated[tuple[str, ...], Field(min_length=1)]
+    """Column of the inputs: images, numbers, or lists of numbers; a list names several inputs,
+    which are arguments of forward."""
     y: str
     """Column of the targets: labels, numbers, or lists of numbers."""
     user: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from raysim.config.sections.data import OwnPartition
+from raysim.config.sections.phases import OwnPhases
 from raysim.config.users_function import call_function
 from raysim.data.own.npz import read_arrays
 from raysim.data.own.stored import is_stored, stored_arrays
@@ -66,10 +68,45 @@ def divide_by_function(p: OwnPartition, y: np.ndarray, rng: np.random.Generator)
         ConfigError: the function fails, or what it returns is no partition.
     """
     place = f"partition.name: {p.name}"
-    returned = call_function("partition", p.name, p.parameters, y.copy(), p.clients, rng)
-    lists = as_lists(returned, f"{place} returned", p.clients)
+    lists = lists_of_function("partition", p, (y, p.clients, rng), f"{place} returned", p.clients)
     _check_indices(lists, len(y), place, p.overlap)
     return lists
+
+
+def lists_of_function(
+    section: str,
+    p: OwnPartition | OwnPhases,
+    arguments: tuple[Any, ...],
+    place: str,
+    n_clients: int,
+    n: int | None = None,
+) -> ExampleLists:
+    """Return the lists of a user's function, which is called twice with copies of its arguments.
+
+    Args:
+        section: section of the configuration that names the function.
+        p: the section.
+        arguments: the function's arguments; the last one is its generator.
+        place: see `as_lists`.
+        n_clients: see `as_lists`.
+        n: see `as_lists`.
+
+    Raises:
+        ConfigError: the function fails, returns no lists, or others the second time.
+    """
+    calls = []
+    for _ in range(2):
+        copies = copy.deepcopy(arguments)
+        returned = call_function(section, p.name, p.parameters, *copies)
+        calls.append(as_lists(returned, place, n_clients, n))
+    first, second = calls
+    for a, b in ((first.indices, second.indices), (first.offsets, second.offsets)):
+        if not np.array_equal(a, b):
+            raise ConfigError(
+                f"{place} other lists when it was called again, and a resumed run calls it again; "
+                "draw from its last argument, a numpy.random.Generator"
+            )
+    return first
 
 
 def as_lists(returned: Any, place: str, n_clients: int, n: int | None = None) -> ExampleLists:

@@ -13,10 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from raysim.config.sections.phases import ClassTasks, OwnPhases, Redraw
-from raysim.config.users_function import call_function
 from raysim.data.dataset import Dataset
 from raysim.data.partition.clients import Clients, ExampleLists, union
-from raysim.data.partition.given_partitions import as_lists
+from raysim.data.partition.given_partitions import lists_of_function
 from raysim.errors import ConfigError
 from raysim.randomness import generator
 
@@ -138,11 +137,10 @@ def _by_function(
     for phase in range(phases.count):
         place = f"partition.phases.name: {phases.name} returned for phase {phase}"
         rng = generator(seed, "own phase", phase)
-        copies = [positions.copy() for positions in own]
-        returned = call_function(
-            "partition.phases", phases.name, phases.parameters, dataset.y.copy(), copies, phase, rng
+        arguments = (dataset.y, own, phase, rng)
+        of_phase = lists_of_function(
+            "partition.phases", phases, arguments, place, len(clients), len(dataset.y)
         )
-        of_phase = as_lists(returned, place, len(clients), len(dataset.y))
         if not trains[of_phase.indices].all():
             wrong = of_phase.indices[~trains[of_phase.indices]][0]
             raise ConfigError(

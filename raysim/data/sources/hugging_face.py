@@ -43,7 +43,8 @@ def from_hugging_face(data: HuggingFace) -> Dataset:
     train = _pick(splits, data, "train")
     test = _pick(splits, data, "test")
     for half, split in ((train, data.train), (test, data.test)):
-        _check_column(half, data, "x", data.x, split)
+        for column in [data.x] if isinstance(data.x, str) else data.x:
+            _check_column(half, data, "x", column, split)
         _check_column(half, data, "y", data.y, split)
     if data.user:
         _check_column(train, data, "user", data.user, data.train)
@@ -145,10 +146,16 @@ def _check_column(half: Any, data: HuggingFace, key: str, column: str, split: st
 
 def _inputs(train: Any, test: Any, data: HuggingFace) -> tuple[Any, Any]:
     """Return the inputs of both halves; images are uint8 [n, H, W] or [n, H, W, C]."""
-    if not hasattr(train[0][data.x] if len(train) else None, "convert"):
+    columns = data.x
+    if not isinstance(columns, str):
         if data.size is not None:
-            raise ConfigError(f"data.size: the column '{data.x}' of {data.path} holds no images")
-        return read_column(train, data.x), read_column(test, data.x)
+            raise ConfigError("data.size: several inputs are not resized; leave it out")
+        train_x, test_x = ({c: read_column(half, c) for c in columns} for half in (train, test))
+        return train_x, test_x
+    if not hasattr(train[0][columns] if len(train) else None, "convert"):
+        if data.size is not None:
+            raise ConfigError(f"data.size: the column '{columns}' of {data.path} holds no images")
+        return read_column(train, columns), read_column(test, columns)
     images = _images(train, data, data.train)
     images_test = _images(test, data, data.test)
     side = common_side(images, images_test, data.size)

@@ -38,7 +38,7 @@ def check_deterministic_layers(net: nn.Module, model: Model) -> None:
                 "GPU; set its dropout to 0, with an nn.Dropout between layers of your own, or set "
                 "resources.deterministic=false to accept that"
             )
-    original = original_copy(net, model.dtype, model.device, model.draws)
+    original = original_copy(net, model.dtype, model.device, model.draws, model.learning_task.forms)
     inputs: LayerInputs = {}
     for layer in original.modules():
         if not list(layer.children()):

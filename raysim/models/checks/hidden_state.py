@@ -57,7 +57,7 @@ def refuse_draws(net: nn.Module, model: Model, x: Tensor) -> None:
     Raises:
         ConfigError: it draws; the message names the layer.
     """
-    original = original_copy(net, model.dtype, model.device, model.draws)
+    original = original_copy(net, model.dtype, model.device, model.draws, model.learning_task.forms)
     for training in (True, False):
         original.train(training)
         # Each pass of the copy seeds them, too.
@@ -123,7 +123,7 @@ def refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
     Raises:
         ConfigError: they do; the message names the parameter, buffer or attribute.
     """
-    original = original_copy(net, model.dtype, model.device, model.draws)
+    original = original_copy(net, model.dtype, model.device, model.draws, model.learning_task.forms)
     tensors = dict(original.named_parameters()) | dict(original.named_buffers())
     start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     known = {f"{s.layer}.{s.name}".lstrip(".") for s in model.statistics}
@@ -145,7 +145,7 @@ def refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
     _refuse_other_outputs(model, first, second)
     _restore(original, start)
     _refuse_memory_of_training(net, original, model, x, start)
-    fresh = original_copy(net, model.dtype, model.device, model.draws)
+    fresh = original_copy(net, model.dtype, model.device, model.draws, model.learning_task.forms)
     _refuse_memory_of_inputs(original, fresh, model, x)
     # Larger parameters show a forward that limits their norm.
     larger = start | {name: start[name] * SCALE for name, _ in original.named_parameters()}
@@ -203,6 +203,8 @@ def _refuse_memory_of_training(
     fresh = copy.deepcopy(net).to(dtype=model.dtype, device=model.device)
     fresh.eval()
     expected = fresh(x.clone())
+    if (forms := model.learning_task.forms) is not None:
+        expected = forms.pack(expected, len(x))
     _passes(original, x)
     as_moved = {k: b for k, b in original.named_buffers() if not b.is_floating_point()}
     _restore(original, start | as_moved)

@@ -32,8 +32,9 @@ from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.models.comparison import same_values
 from raysim.prepare.dry_run.watched import watched
-from raysim.rules.contract import overridden
-from raysim.rules.errors.user_code import defined_at
+from raysim.rules.contract import ClientRule, ServerRule, half_of, overridden
+from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE
+from raysim.rules.errors.user_code import class_defined_at, defined_at
 from raysim.rules.methods.registry import is_tried
 from raysim.rules.uploads import declared
 from raysim.server.first_broadcast import first_broadcast, shapes_of_first_broadcast
@@ -193,6 +194,9 @@ class RuleDryRun:
         Raises:
             ContractError: the rule breaks its contract.
         """
+        if self.config.example_privacy is not None:  # gradients of examples hide some mistakes
+            config = self.config.model_copy(update={"privacy": None})
+            RuleDryRun(replace(self.plan, config=config)).check_contract()
         trainer, broadcast, tasks = self.stage()
         if self.large:
             tasks = tasks[1:]
@@ -203,6 +207,8 @@ class RuleDryRun:
                 raise ContractError(update.broken)
         if any(update.error for update in trained):
             return
+        again = trainer.train_block({0: broadcast}, Block(0, tasks[::-1]))
+        self._check_repeated(_outputs(trainer, trained), _outputs(trainer, again))
         self._check_delta(trainer, trained[0])
         self._check_lengths(trainer.sent, trained)
         if any(stage.of is None for stage in self.plan.stages):
@@ -212,6 +218,13 @@ class RuleDryRun:
         if is_used and overridden(self.plan.client, ["begin", "evaluated"]):
             self._try_own_model(trainer, broadcast, tasks[0])
             self._try_own_model(trainer, broadcast, _after(tasks[0], trained[0]))
+
+    def _check_repeated(self, first: list[ReportedTensors], second: list[ReportedTensors]) -> None:
+        """Refuse a rule of which the same clients give something else when they train again."""
+        for before, after in zip(first, second, strict=True):
+            for key, tensor in before.items():
+                if key not in after or not same_values(tensor, after[key]):
+                    raise keeps_something(self.plan.client, f"a client has {key} that differs")
 
     def _check_lengths(self, sent: Iterable[str], trained: list[ClientUpdate]) -> None:
         """Refuse uploads that differ in length between clients."""
@@ -322,17 +335,38 @@ class RuleDryRun:
     ) -> tuple[list[ReportedTensors], str | None]:
         """Train both clients; return their outputs, or the first error in one line."""
         trained = trainer.train_block({0: broadcast}, Block(0, tasks))
-        trained = sorted(trained, key=lambda update: update.task.client)
         if errors := [update.error for update in trained if update.error]:
             return [], errors[0].splitlines()[0]
-        outputs = []
-        for update in trained:
-            uploads = {f"an upload '{k}'": v for k, v in update.report.items() if k != "buffers"}
-            if trainer.model.buffer_size:
-                uploads["BatchNorm statistics"] = update.report["buffers"]
-            kept = {f"a kept '{k}'": v for k, v in update.client_state.items()}
-            outputs.append({**uploads, **kept, "a mean local loss": update.loss})
-        return outputs, None
+        return _outputs(trainer, trained), None
+
+
+def _outputs(trainer: Trainer, trained: list[ClientUpdate]) -> list[ReportedTensors]:
+    """Return what clients give, in the order of their numbers; nothing of those that fail."""
+    outputs = []
+    for update in sorted(trained, key=lambda update: update.task.client):
+        if update.error:
+            continue
+        uploads = {f"an upload '{k}'": v for k, v in update.report.items() if k != "buffers"}
+        if trainer.model.buffer_size:
+            uploads["BatchNorm statistics"] = update.report["buffers"]
+        kept = {f"a kept '{k}'": v for k, v in update.client_state.items()}
+        outputs.append({**uploads, **kept, "a mean local loss": update.loss})
+    return outputs
+
+
+def keeps_something(rule: ClientRule | ServerRule, found: str) -> ContractError:
+    """Return the error for a rule that gives something else for the same arguments.
+
+    Args:
+        rule: the rule.
+        found: what differs when it is computed again.
+    """
+    return ContractError(
+        f"{half_of(rule)} rule '{rule.name}' is no function of its arguments: {found} when the "
+        "same is computed again, as with an attribute, a global variable, a clock or a generator "
+        "of its own, which workers and resumed runs do not share; keep it in the state, and draw "
+        f"keyed numbers {RANDOM_NUMBERS_PAGE} ({class_defined_at(type(rule))})"
+    )
 
 
 def _without_captures(config: Config) -> Config:

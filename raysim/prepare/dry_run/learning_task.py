@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from raysim.data import Examples
 from raysim.engine.learning import SAMPLE_EXAMPLES
 from raysim.engine.plan import Plan
@@ -17,7 +19,7 @@ from raysim.training.evaluation import measure
 
 
 def dry_run_task(plan: Plan) -> None:
-    """Check that a user's loss and metrics use no global random generator.
+    """Check that a user's loss and metrics use no global random generator, and keep nothing.
 
     Other errors are left to the first evaluation: a metric may need more than a few examples.
 
@@ -25,7 +27,8 @@ def dry_run_task(plan: Plan) -> None:
         plan: the plan of the run.
 
     Raises:
-        ConfigError: a loss or a metric draws from one; the message names it and its key.
+        ConfigError: a loss or a metric draws from one, or has another value the second time; the
+            message names it and its key.
     """
     checked: dict[str, tuple[TaskMetric, ...]] = {
         f"evaluate.metrics: '{metric.name}'": (metric,)
@@ -49,14 +52,21 @@ def dry_run_task(plan: Plan) -> None:
                 f"{place} {drawn}, such as those of np.random.default_rng(0) {RANDOM_NUMBERS_PAGE}"
             )
 
-        def evaluate(metrics: tuple[TaskMetric, ...] = metrics) -> None:
+        def evaluate(metrics: tuple[TaskMetric, ...] = metrics) -> dict[str, float]:
             try:
-                measure(net, buffers, examples, len(y), metrics)
+                return measure(net, buffers, examples, len(y), metrics)
             except BaseException as error:
                 reraise_stop(error)
+                return {}
 
         # Packages that the first call imports may draw numbers, such as scikit-learn.
         with generators_kept():
-            evaluate()
+            first = evaluate()
         with keyed_numbers_only(unkeyed):
-            evaluate()
+            second = evaluate()
+        for name in first.keys() & second.keys():
+            if not np.array_equal(first[name], second[name], equal_nan=True):
+                raise ConfigError(
+                    f"{place} is {first[name]:g} and then {second[name]:g} for the same examples: "
+                    "it keeps something from one call to the next; compute it from its arguments"
+                )

@@ -16,12 +16,18 @@ import logging
 from dataclasses import replace
 
 import numpy as np
+from torch import Tensor
 
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import make_server
 from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.models.comparison import same_values
-from raysim.prepare.dry_run.client_rule import DRY_RUN_TIMEOUT_S, LARGE_NET_PARAMETERS, RuleDryRun
+from raysim.prepare.dry_run.client_rule import (
+    DRY_RUN_TIMEOUT_S,
+    LARGE_NET_PARAMETERS,
+    RuleDryRun,
+    keeps_something,
+)
 from raysim.prepare.dry_run.watched import watched
 from raysim.randomness import generator
 from raysim.rules.contract import overridden
@@ -76,19 +82,24 @@ def check_contract(plan: Plan) -> None:
     Raises:
         ContractError: the rule breaks its contract.
     """
-    plan = replace(plan, server=watched(plan.server))
+    rule, plan = plan.server, replace(plan, server=watched(plan.server))
     try:
-        _train_one_round(plan)
+        first, second = _train_one_round(plan), _train_one_round(plan)
+        for key in first.keys() & second.keys():
+            if not same_values(first[key], second[key]):
+                raise keeps_something(rule, f"the state has a '{key}' that differs")
         if overridden(plan.server, ["select"]):
-            _select_first_round(plan)
+            chosen = _select_first_round(plan)
+            if _select_first_round(plan) != chosen:
+                raise keeps_something(rule, "`select` returns other clients")
     except ContractError:
         raise
     except RaysimError as error:
         logger.debug("the dry run of the server rule ended early: %s", error)
 
 
-def _train_one_round(plan: Plan) -> None:
-    """Train two clients, and update the server.
+def _train_one_round(plan: Plan) -> dict[str, Tensor]:
+    """Train two clients, and return the server's state after its update; {} if they fail.
 
     Raises:
         RaysimError: the rule fails, or breaks its contract.
@@ -101,13 +112,14 @@ def _train_one_round(plan: Plan) -> None:
     broadcast = server.broadcast(first)
     outcome = GroupTrainer([trainer]).train({0: broadcast}, [Block(0, tasks)])
     if any(result.error for result in outcome.clients):
-        return
+        return {}
     _update(server, first, outcome, broadcast)
     server.broadcast(_round(tasks, first.samples, 1))
+    return {key: tensor.clone() for key, tensor in server.state.items()}
 
 
-def _select_first_round(plan: Plan) -> None:
-    """Select the first round of the run. The losses of candidates are random numbers.
+def _select_first_round(plan: Plan) -> list[int]:
+    """Return the clients of the run's first round. The losses of candidates are random numbers.
 
     Raises:
         RaysimError: the rule fails, or breaks its contract.
@@ -120,7 +132,7 @@ def _select_first_round(plan: Plan) -> None:
     candidates = server.candidates(pool, generator(seed, "candidates", 0)).ids
     losses = generator(seed, "dry run").random(len(pool.ids))
     losses[~np.isin(pool.ids, candidates)] = np.nan
-    server.select(replace(pool, current_loss=losses), generator(seed, "cohort", 0))
+    return server.select(replace(pool, current_loss=losses), generator(seed, "cohort", 0))
 
 
 def _round(tasks: list[ClientTask], samples: list[int], t: int) -> RoundCohort:

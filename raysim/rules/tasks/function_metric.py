@@ -37,7 +37,8 @@ class FunctionMetric(TaskMetric):
 
     def rows(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs and targets, which the value needs. See `TaskMetric.rows`."""
-        return outputs, y
+        forms = self.task.forms
+        return (outputs if forms is None else forms.pack(outputs, len(y))), y
 
     def value(self, rows: tuple[np.ndarray, np.ndarray]) -> float:
         """Return the function's value, NaN without examples. See `TaskMetric.value`.
@@ -51,7 +52,7 @@ class FunctionMetric(TaskMetric):
         outputs, y = map(torch.from_numpy, rows)
         if not len(y):
             return float("nan")
-        values = self.function(outputs, y)
+        values = self.function(self.task.as_returned(outputs, self.function), y)
         array = np.asarray(values)
         are_numbers = array.dtype.kind in "biuf"
         if are_numbers and (array.size == 1 or array.shape == (len(y),)):

@@ -24,6 +24,7 @@ from torch import Tensor
 from raysim.metrics import declare_evaluation
 from raysim.rules.batch import Batch
 from raysim.rules.rule import SHIPPED_PACKAGE
+from raysim.rules.tasks.several_outputs import OutputForms
 
 LossReduction = Literal["mean", "sum", "batch"]
 """How the losses of examples become the loss of a batch; see `LearningTask.loss_reduction`."""
@@ -73,6 +74,23 @@ class LearningTask:
     def name(self) -> str:
         """Name of the task in messages."""
         return type(self).__dict__.get("config_name", type(self).__name__)
+
+    @property
+    def forms(self) -> OutputForms | None:
+        """The forms of a net's outputs, if `loss` and metrics take several tensors; else None."""
+        return None
+
+    def as_returned(self, outputs: Tensor, user: Any) -> Any:
+        """Return outputs as the net's forward returned them, such as a tuple.
+
+        Args:
+            outputs: the outputs as one tensor, [B, ...].
+            user: the function or class that uses them.
+
+        Raises:
+            ValueError: its module has another copy of a class of the net's outputs.
+        """
+        return outputs if self.forms is None else self.forms.unpacked(outputs, user)
 
     @property
     def loss_reduction(self) -> LossReduction:

@@ -19,6 +19,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.tasks.learning_task import LearningTask, LossReduction, TaskData
 from raysim.rules.tasks.loss_reading import agrees, read_labels, read_numbers
 from raysim.rules.tasks.loss_targets import class_labels, ignored_token, takes_logits, takes_numbers
+from raysim.rules.tasks.several_outputs import OutputForms
 from raysim.rules.tasks.shipped_tasks import TASKS
 from raysim.rules.tasks.user_loss import (
     LossFunction,
@@ -62,6 +63,11 @@ class LossTask(LearningTask):
     def __reduce__(self) -> tuple:
         cls = type(self)
         return _rebuild, (cls.function, self.like, cls.__name__, cls.reading, dict(vars(self)))
+
+    @property
+    def forms(self) -> OutputForms | None:
+        """The forms of a net's outputs. See `LearningTask.forms`."""
+        return self.user_loss.forms
 
     @property
     def loss_reduction(self) -> LossReduction:
@@ -293,7 +299,9 @@ def with_loss(
     reading = reading or LossReading.plain(function)
     attributes = {
         "function": staticmethod(function),
-        "user_loss": UserLoss(function, reading.of_sequences),
+        "user_loss": UserLoss(
+            function, reading.of_sequences, OutputForms() if like == ANY else None
+        ),
         "like": like,
         "reading": reading,
         "__module__": __name__,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.rules.tasks.learning_task import LossReduction
+from raysim.rules.tasks.several_outputs import OutputForms
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """loss(outputs, y), of a batch."""
@@ -87,15 +88,23 @@ class UserLoss:
     The user's object is never changed.
     """
 
-    def __init__(self, function: LossFunction, of_sequences: bool = False):
+    def __init__(
+        self,
+        function: LossFunction,
+        of_sequences: bool = False,
+        forms: OutputForms | None = None,
+    ):
         """Keep the function.
 
         Args:
             function: the loss function, of outputs and targets.
             of_sequences: whether it gets tokens as a batch of one sequence.
+            forms: the forms of several outputs, which it gets as forward returned them; None: it
+                takes one tensor.
         """
         self.function = function
         self.of_sequences = of_sequences
+        self.forms = forms
         self.takes_reduction = _takes_reduction(function) and not of_sequences
         self._copies: dict[tuple, Any] = {}
         self._changes_arguments: bool | None = None
@@ -204,6 +213,8 @@ class UserLoss:
                 function = _unreduced(function)
             elif self.of_sequences:
                 function = functools.partial(_on_one_sequence, function)
+            if self.forms is not None:
+                function = functools.partial(_on_returned, self.forms, function)
             self._copies[key] = function
         return self._copies[key]
 
@@ -269,6 +280,10 @@ def _as_tensor(value: Any) -> Tensor:
 
 def _on_one_sequence(function: LossFunction, outputs: Tensor, y: Tensor) -> Tensor:
     return function(outputs[None], y[None])
+
+
+def _on_returned(forms: OutputForms, function: Any, outputs: Tensor, y: Tensor) -> Tensor:
+    return function(forms.unpacked(outputs, function), y)
 
 
 def _unreduced(function: Any) -> Any:

@@ -17,6 +17,10 @@ class Plain(ClientRule):
 class Remembers(ClientRule):
     calls: ClassVar[list[int]] = []
 
+    def init(self, shared, client_state, data, task):
+        self.calls.clear()  # so that a client gives the same in each round
+        return {}
+
     def direction(self, shared, state, batch, task):
         self.calls.append(1)
         return (1 + len(self.calls) % 3) * task.grad(state["w"], batch)

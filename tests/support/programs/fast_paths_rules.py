@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import ClientRule
+from raysim.rules import ClientRule, normalised
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Prepare(ClientRule):
 @dataclass(frozen=True)
 class NothingServer(FedAvgServer):
     def weigh(self, cohort):  # client 4 weighs nothing
-        return [float(i != 4) for i in cohort.ids]
+        return normalised(float(i != 4) for i in cohort.ids)
 
 
 @dataclass(frozen=True)

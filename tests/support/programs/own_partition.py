@@ -1,3 +1,6 @@
+import numpy as np
+
+
 def by_parity(y, clients, rng, start=0):
     order = rng.permutation(len(y))
     return [order[k + start :: clients] for k in range(clients)]
@@ -29,3 +32,7 @@ def words(y, clients, rng):
 
 def short(y):
     return []
+
+
+def unkeyed(y, clients, rng):
+    return np.array_split(np.random.default_rng().permutation(len(y)), clients)

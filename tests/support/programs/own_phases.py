@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+
 
 def arrivals(y, lists, phase, rng, share=0.25):
     """The first examples of each client, more of them in each phase."""
@@ -27,3 +29,8 @@ def kept_out(y, lists, phase, rng):
 
 def nothing(y, lists, phase, rng):
     return [own[: len(own) * (phase == 0)] for own in lists]
+
+
+def unkeyed(y, lists, phase, rng):
+    generator = np.random.default_rng()
+    return [[i for i in own if generator.random() < 0.5] for own in lists]

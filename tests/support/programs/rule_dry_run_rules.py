@@ -36,6 +36,10 @@ class Slow(Plain):
 class Remembers(ClientRule):
     calls: ClassVar[list[int]] = []
 
+    def init(self, shared, client_state, data, task):
+        self.calls.clear()  # so that a client gives the same in each round
+        return {}
+
     def direction(self, shared, state, batch, task):
         self.calls.append(1)
         return task.grad(state["w"], batch) * (1 + len(self.calls) % 3)
@@ -47,13 +51,14 @@ class TakesANumber(ClientRule):
         return {"count": torch.zeros(())}
 
     def init(self, shared, client_state, data, task):
-        self.counts[0] = self.counts[0] + 1
+        self.counts[0] = 0.0  # so that a client gives the same in each round
         return {"count": client_state["count"]}
 
     counts: ClassVar[list[float]] = [0.0]
 
     def step(self, shared, state, batch, task):
         after = super().step(shared, state, batch, task)
+        self.counts[0] = self.counts[0] + 1
         return {**after, "count": state["count"] + self.counts[0]}
 
     def finish(self, shared, state, client_state, data, task):
