@@ -92,8 +92,10 @@ def test_captured_steps_have_the_bits_of_others(algorithm, lr, trained):
     captured = trained(algorithm, local=local)
     assert xs(captured) == xs(trained(algorithm, {"capture": False}, local=local))
     looped = trained(algorithm, {"mode": "loop"}, local=local)
+    # Loop mode multiplies by a number, where some CPUs round once less than by a tensor. FedReg's
+    # pseudo data make more of it: 1.1e-6 on one CPU. A wrong step size would differ by 1e-2.
     for a, b in zip(looped.executor.xs, captured.executor.xs, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_step_sizes_of_rounds_are_no_kinds_of_their_own(trained):
