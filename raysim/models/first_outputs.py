@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from raysim.errors import ConfigError, in_a_line
+from raysim.errors import ConfigError
 from raysim.rules.batch import Batch
 from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.loss_task import LossTask
 from raysim.rules.tasks.shipped_tasks import TASKS, Classification, Multilabel, Regression
-from raysim.system.signals import reraise_stop
+from raysim.system.signals import failing_as
 
 
 def check_outputs(
@@ -77,13 +77,10 @@ def check_first_loss(task: LearningTask, outputs: Tensor, batch: Batch) -> None:
     """
     if type(task) in TASKS.values():
         return
-    try:
+    with failing_as(lambda why: failed_loss(task, outputs, why, "two")):
         loss = task.loss(outputs, batch)
         if isinstance(task, LossTask):
             task.confirm(outputs, batch)
-    except BaseException as error:
-        reraise_stop(error)
-        raise failed_loss(task, outputs, error, "two") from None
     if not isinstance(loss, Tensor) or loss.shape != (2,) or not loss.is_floating_point():
         kind = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(
@@ -92,21 +89,19 @@ def check_first_loss(task: LearningTask, outputs: Tensor, batch: Batch) -> None:
         )
 
 
-def failed_loss(
-    task: LearningTask, outputs: Tensor, error: BaseException, n_examples: str
-) -> ConfigError:
+def failed_loss(task: LearningTask, outputs: Tensor, why: str, n_examples: str) -> ConfigError:
     """Return the error for a user's loss that raised one.
 
     Args:
         task: the learning task.
         outputs: the outputs that it was given.
-        error: what the loss raised.
+        why: what the loss raised, in one line.
         n_examples: the number of examples, for the message.
     """
-    text, hint = in_a_line(error), ""
-    if re.search("scalar type|same dtype", text):
+    hint = ""
+    if re.search("scalar type|same dtype", why):
         hint = (
             f"; outputs are {str(outputs.dtype).removeprefix('torch.')}, as the key dtype says: "
             "convert tensors that the loss computes with, for example weight.to(outputs)"
         )
-    return ConfigError(f"task: loss of '{task.name}' fails on {n_examples} examples: {text}{hint}")
+    return ConfigError(f"task: loss of '{task.name}' fails on {n_examples} examples: {why}{hint}")
