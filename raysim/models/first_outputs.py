@@ -46,22 +46,29 @@ def check_outputs(
     is_squeezed = has_columns and got == [2] and shape == (1,)
     if is_squeezed or (got[:1] == [2] and shape in (None, tuple(got[1:]))):
         return
-    fix = ""
-    if isinstance(task, LossTask) and shape is not None:
-        fix = (
+    if shape is None:
+        expected = "[2, ...]"
+    else:
+        expected = f"{[2, *shape]}{_fix_of_outputs(task, got, [2, *shape])}"
+    raise ConfigError(
+        f"{label} turns two examples into {got}, but task '{task.name}' expects outputs of shape "
+        f"{expected}"
+    )
+
+
+def _fix_of_outputs(task: LearningTask, got: list[int], expected: list[int]) -> str:
+    """Return the advice for outputs of another shape than the task's; "" if there is none."""
+    if isinstance(task, LossTask):
+        return (
             f" like task '{task.like}'; set task.like to any if the loss takes these outputs as "
             f"they are, or to the task of these outputs ({', '.join(TASKS)}; labels of classes "
             "are whole numbers y, [n])"
         )
-    if isinstance(task, Classification) and len(got) == 2 and got > [2, *(shape or ())]:
-        fix += (
+    if isinstance(task, Classification) and len(got) == 2 and got > expected:
+        return (
             f"; if some classes have no example, give their number with the data, classes={got[1]}"
         )
-    expected = "[2, ...]" if shape is None else [2, *shape]
-    raise ConfigError(
-        f"{label} turns two examples into {got}, but task '{task.name}' expects outputs of shape "
-        f"{expected}{fix}"
-    )
+    return ""
 
 
 def check_first_loss(task: LearningTask, outputs: Tensor, batch: Batch) -> None:
