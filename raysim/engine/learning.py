@@ -17,7 +17,7 @@ from raysim.config.sections.base import Named
 from raysim.config.sections.data import Arrays
 from raysim.config.sections.evaluation import BestBy, Evaluate, OwnMetric
 from raysim.data import Dataset, Examples
-from raysim.errors import ConfigError, in_a_line
+from raysim.errors import ConfigError
 from raysim.metrics import declare_own, find_metric, name_taken, own_metrics_of
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule
@@ -29,7 +29,7 @@ from raysim.rules.tasks.loss_task import LIKE, LossTask, make_loss_task, task_li
 from raysim.rules.tasks.shipped_tasks import TASKS
 from raysim.rules.tasks.user_loss import LossFunction
 from raysim.spelling import did_you_mean
-from raysim.system.signals import reraise_stop
+from raysim.system.signals import failing_as
 
 METRICS_KEY = "evaluate.metrics"
 """The key of the configuration that names metrics."""
@@ -125,18 +125,15 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
         ConfigError: the data do not fit, or the task fails or has no outputs.
     """
     data = _task_data(dataset)
+    failed = f"task: check of '{task.name}' failed on data '{dataset.name}'"
     try:
-        task.check(data)
-        outputs = int(task.outputs(data))
+        with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ValueError,)):
+            task.check(data)
+            outputs = int(task.outputs(data))
     except ValueError as error:
         raise ConfigError(
             f"task: '{task.name}' does not fit data '{dataset.name}': {error}"
             f"{_number_of_classes(config, task, dataset)}"
-        ) from None
-    except BaseException as error:
-        reraise_stop(error)
-        raise ConfigError(
-            f"task: check of '{task.name}' failed on data '{dataset.name}': {in_a_line(error)}"
         ) from None
     # A loss that ignores labels outside of the classes knows how many classes there are.
     if task.class_labels and outputs == dataset.n_classes:

@@ -30,13 +30,13 @@ from raysim.engine.plan import (
     evaluates_models,
     measures_clients,
 )
-from raysim.errors import ConfigError, ProbeError, in_a_line, round_name
+from raysim.errors import ConfigError, ProbeError, round_name
 from raysim.metrics import reserved_prefixes
 from raysim.rules.errors.user_code import translate_errors
 from raysim.rules.methods import registry
 from raysim.server.central_server import RoundCohort
 from raysim.spelling import did_you_mean
-from raysim.system.signals import reraise_stop
+from raysim.system.signals import failing_as
 from raysim.training.messages import WorkerResult
 
 if TYPE_CHECKING:
@@ -144,14 +144,10 @@ def _user_probe(key: str, named: Named) -> Probe:
         raise ConfigError(f"{key}.name: '{named.name}' is not a Probe; derive it from raysim.Probe")
     _check_probe_class(key, cls)
     checked = registry.build_part(key, cls, named.parameters)
-    try:
+    failed = f"{key}.name: {cls.__name__} cannot be built"
+    with failing_as(lambda why: ConfigError(f"{failed}: {why}")):
         # Build it again: pydantic does not call an `__init__` that the class defines.
         return cls(**probe_parameters(checked))
-    except BaseException as error:
-        reraise_stop(error)
-        raise ConfigError(
-            f"{key}.name: {cls.__name__} cannot be built: {in_a_line(error)}"
-        ) from None
 
 
 def probe_parameters(probe: Probe) -> dict[str, Any]:

@@ -69,28 +69,33 @@ def find_statistics(net: nn.Module, x: Tensor) -> list[Statistic]:
     statistics = []
     start = 0
     for layer, module in net.named_modules():
-        is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
-        if is_norm and module.running_mean is not None and module.momentum is None:
-            raise ConfigError(
-                f"model: {_described(layer, module)} has momentum=None; "
-                "set it to a number, for example 0.1"
-            )
-        running = ("running_mean", "running_var") if is_norm else ()
+        running = _running_statistics(layer, module)
         has_keyed_forward = type(module) in BATCH_NORMS and not has_own_forward(module)
         for name, buffer in module.named_buffers(recurse=False):
-            if name in running or _path(layer, name) in moved:
-                if name in module._non_persistent_buffers_set:
-                    raise ConfigError(
-                        f"model: {_described(layer, module)} changes its buffer '{name}' in "
-                        "training, which is not part of the state_dict that the server averages; "
-                        "register it with persistent=True, or keep what each pass computes anew in "
-                        "an attribute"
-                    )
-                shape = tuple(buffer.shape)
-                is_keyed = has_keyed_forward and name in running
-                statistics.append(Statistic(layer, name, start, shape, is_keyed))
-                start += statistics[-1].size
+            if name not in running and _path(layer, name) not in moved:
+                continue
+            if name in module._non_persistent_buffers_set:
+                raise ConfigError(
+                    f"model: {_described(layer, module)} changes its buffer '{name}' in training, "
+                    "which is not part of the state_dict that the server averages; register it "
+                    "with persistent=True, or keep what each pass computes anew in an attribute"
+                )
+            is_keyed = has_keyed_forward and name in running
+            statistics.append(Statistic(layer, name, start, tuple(buffer.shape), is_keyed))
+            start += statistics[-1].size
     return statistics
+
+
+def _running_statistics(layer: str, module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the running statistics of a normalisation layer; () for other layers."""
+    if not isinstance(module, nn.modules.batchnorm._NormBase):
+        return ()
+    if module.running_mean is not None and module.momentum is None:
+        raise ConfigError(
+            f"model: {_described(layer, module)} has momentum=None; "
+            "set it to a number, for example 0.1"
+        )
+    return "running_mean", "running_var"
 
 
 def _has_unknown_buffers(net: nn.Module) -> bool:

@@ -261,17 +261,17 @@ def make_net(
         ConfigError: the net is unknown, a parameter is wrong, or the net cannot be built.
     """
     name = config.model.name
-    factory = find_factory(name)
-    arguments = net_arguments(config.model)
-    own_keys = _parameters(factory)
-    common = {k: arguments.pop(k) for k in COMMON_KEYS if k in arguments and k not in own_keys}
-    taken = inspect.signature(factory).parameters
     if inputs and name in NETS:
         names = ", ".join(entry.name for entry in inputs)
         raise ConfigError(
             f"model.name: '{name}' has one input, and the data have {names}; give a net of your "
             "own, whose forward takes them"
         )
+    factory = find_factory(name)
+    arguments = net_arguments(config.model)
+    own_keys = _parameters(factory)
+    common = {k: arguments.pop(k) for k in COMMON_KEYS if k in arguments and k not in own_keys}
+    taken = inspect.signature(factory).parameters
     of_data: dict[str, Any] = {"shape": shapes_of(inputs) if inputs else shape, "classes": classes}
     of_data = {key: value for key, value in of_data.items() if key in taken}
     with torch.random.fork_rng(devices=[]):
@@ -353,31 +353,31 @@ def _detach_reparametrised(module: nn.Module) -> None:
 
 def _refuse_odd_layers(net: nn.Module) -> None:
     """Refuse layers that are compiled, hold computed tensors, or have sparse gradients."""
-    for name, module in net.named_modules():
+    for path, module in net.named_modules():
+        name = path or "the net"
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
-                f"model: {name or 'the net'} is compiled to TorchScript, whose layers cannot be "
-                "read; give the module that it was made from"
+                f"model: {name} is compiled to TorchScript, whose layers cannot be read; give the "
+                "module that it was made from"
             )
         _detach_reparametrised(module)
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 raise ConfigError(
-                    f"model: '{key}' of {name or 'the net'} is the result of a computation, which "
-                    "cannot be copied; compute it in forward, such as by "
-                    "torch.nn.utils.parametrizations, or detach it"
+                    f"model: '{key}' of {name} is the result of a computation, which cannot be "
+                    "copied; compute it in forward, such as by torch.nn.utils.parametrizations, or "
+                    "detach it"
                 )
         if getattr(module, "max_norm", None) is not None and hasattr(module, "norm_type"):
             raise ConfigError(
-                f"model: {name or 'the net'} ({type(module).__name__}) has max_norm, by which a "
+                f"model: {name} ({type(module).__name__}) has max_norm, by which a "
                 "forward pass changes its weights, and only a local step may; leave it out, and "
                 "divide in forward: h * (max_norm / h.norm(dim=-1, keepdim=True)).clamp(max=1) of "
                 "the rows h that an Embedding returns"
             )
         if getattr(module, "sparse", False) is True:
             raise ConfigError(
-                f"model: {name or 'the net'} has sparse gradients, and a step needs dense ones; "
-                "set sparse=False"
+                f"model: {name} has sparse gradients, and a step needs dense ones; set sparse=False"
             )
 
 

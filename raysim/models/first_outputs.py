@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raysim.errors import ConfigError, in_a_line
+from raysim.errors import ConfigError
 from raysim.rules.batch import Batch
 from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.loss_task import LossTask
 from raysim.rules.tasks.shipped_tasks import TASKS, Classification, Multilabel, Regression
 from raysim.system.global_generators import generators_kept
-from raysim.system.signals import reraise_stop
+from raysim.system.signals import failing_as
 
 
 def check_outputs(
@@ -46,22 +46,29 @@ def check_outputs(
     is_squeezed = has_columns and got == [2] and shape == (1,)
     if is_squeezed or (got[:1] == [2] and shape in (None, tuple(got[1:]))):
         return
-    fix = ""
-    if isinstance(task, LossTask) and shape is not None:
-        fix = (
+    if shape is None:
+        expected = "[2, ...]"
+    else:
+        expected = f"{[2, *shape]}{_fix_of_outputs(task, got, [2, *shape])}"
+    raise ConfigError(
+        f"{label} turns two examples into {got}, but task '{task.name}' expects outputs of shape "
+        f"{expected}"
+    )
+
+
+def _fix_of_outputs(task: LearningTask, got: list[int], expected: list[int]) -> str:
+    """Return the advice for outputs of another shape than the task's; "" if there is none."""
+    if isinstance(task, LossTask):
+        return (
             f" like task '{task.like}'; set task.like to any if the loss takes these outputs as "
             f"they are, or to the task of these outputs ({', '.join(TASKS)}; labels of classes "
             "are whole numbers y, [n])"
         )
-    if isinstance(task, Classification) and len(got) == 2 and got > [2, *(shape or ())]:
-        fix += (
+    if isinstance(task, Classification) and len(got) == 2 and got > expected:
+        return (
             f"; if some classes have no example, give their number with the data, classes={got[1]}"
         )
-    expected = "[2, ...]" if shape is None else [2, *shape]
-    raise ConfigError(
-        f"{label} turns two examples into {got}, but task '{task.name}' expects outputs of shape "
-        f"{expected}{fix}"
-    )
+    return ""
 
 
 def check_first_loss(task: LearningTask, outputs: Tensor, batch: Batch) -> None:
@@ -77,13 +84,10 @@ def check_first_loss(task: LearningTask, outputs: Tensor, batch: Batch) -> None:
     """
     if type(task) in TASKS.values():
         return
-    try:
+    with failing_as(lambda why: failed_loss(task, outputs, why, "two")):
         loss, again = (_loss_of_copies(task, outputs, batch) for _ in range(2))
         if isinstance(task, LossTask):
             task.confirm(outputs, batch)
-    except BaseException as error:
-        reraise_stop(error)
-        raise failed_loss(task, outputs, error, "two") from None
     if not isinstance(loss, Tensor) or loss.shape != (2,) or not loss.is_floating_point():
         kind = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(
@@ -104,21 +108,19 @@ def _loss_of_copies(task: LearningTask, outputs: Tensor, batch: Batch) -> Tensor
         return task.loss(outputs.clone(), replace(batch, y=batch.y.clone()))
 
 
-def failed_loss(
-    task: LearningTask, outputs: Tensor, error: BaseException, n_examples: str
-) -> ConfigError:
+def failed_loss(task: LearningTask, outputs: Tensor, why: str, n_examples: str) -> ConfigError:
     """Return the error for a user's loss that raised one.
 
     Args:
         task: the learning task.
         outputs: the outputs that it was given.
-        error: what the loss raised.
+        why: what the loss raised, in one line.
         n_examples: the number of examples, for the message.
     """
-    text, hint = in_a_line(error), ""
-    if re.search("scalar type|same dtype", text):
+    hint = ""
+    if re.search("scalar type|same dtype", why):
         hint = (
             f"; outputs are {str(outputs.dtype).removeprefix('torch.')}, as the key dtype says: "
             "convert tensors that the loss computes with, for example weight.to(outputs)"
         )
-    return ConfigError(f"task: loss of '{task.name}' fails on {n_examples} examples: {text}{hint}")
+    return ConfigError(f"task: loss of '{task.name}' fails on {n_examples} examples: {why}{hint}")

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from raysim.config.sections.local import Precision
 from raysim.data.several_inputs import inputs_of
-from raysim.errors import ConfigError, in_a_line
+from raysim.errors import ConfigError
 from raysim.models.batchnorm_statistics import (
     BoundStatistics,
     find_statistics,
@@ -47,7 +47,7 @@ from raysim.rules.task import PassMode
 from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.shipped_tasks import Classification
 from raysim.system.global_generators import GlobalGenerators, generators_kept, seed_generators
-from raysim.system.signals import reraise_stop
+from raysim.system.signals import failing_as
 
 
 class Model:
@@ -154,35 +154,35 @@ class Model:
     def _dry_run(self) -> list[DropoutMask]:
         """Run two examples, refuse outputs that do not fit the task, return the dropouts."""
         x, _ = self.examples(2)
+        failed = f"{self.label} fails on two examples of shape {list(self.shape)}"
         generators = GlobalGenerators()
         try:
-            outputs, of_two = self._first_pass(x)
-            self.draws = generators.drawn_from()
-            of_three = self._first_pass(self.examples(3)[0])[1] if of_two else []
-        except ConfigError:
-            raise
-        except BaseException as error:
-            reraise_stop(error)
-            text, hint = in_a_line(error), ""
-            if "required positional argument" in text and not self.inputs:
-                hint = "; x is one tensor: give the data of several inputs as a mapping or a tuple"
-            elif "unexpected keyword argument" in text and self.inputs:
-                names = ", ".join(entry.name for entry in self.inputs)
-                hint = f"; the data have the inputs {names}, which are arguments of forward by name"
-            elif not x.is_floating_point():
-                hint = "; x is int64: give floats, or use nn.Embedding"
-            elif "same dtype" in text:
-                kind = str(self.dtype).removeprefix("torch.")
-                hint = f"; x is {kind}: make other tensors of forward like it (x.new_zeros)"
-            raise ConfigError(
-                f"{self.label} fails on two examples of shape {list(self.shape)}: {text}{hint}"
-            ) from None
+            with failing_as(
+                lambda why: ConfigError(f"{failed}: {why}{self._hint(why, x)}"), (ConfigError,)
+            ):
+                outputs, of_two = self._first_pass(x)
+                self.draws = generators.drawn_from()
+                of_three = self._first_pass(self.examples(3)[0])[1] if of_two else []
         finally:
             generators.restore()
         check_outputs(outputs, self.output_shape, self.learning_task, self.label)
         if self.sample is not None:
             check_first_loss(self.learning_task, outputs, Batch(*self._real(2)))
         return dropout_masks(of_two, of_three, self.label)
+
+    def _hint(self, why: str, x: Tensor) -> str:
+        """Return the advice for a net that fails on inputs x; "" if there is none."""
+        if "required positional argument" in why and not self.inputs:
+            return "; x is one tensor: give the data of several inputs as a mapping or a tuple"
+        if "unexpected keyword argument" in why and self.inputs:
+            names = ", ".join(entry.name for entry in self.inputs)
+            return f"; the data have the inputs {names}, which are arguments of forward by name"
+        if not x.is_floating_point():
+            return "; x is int64: give floats, or use nn.Embedding"
+        if "same dtype" in why:
+            kind = str(self.dtype).removeprefix("torch.")
+            return f"; x is {kind}: make other tensors of forward like it (x.new_zeros)"
+        return ""
 
     @property
     def masks_are_of_examples(self) -> bool:

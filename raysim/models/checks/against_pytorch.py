@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raysim.errors import ConfigError, in_a_line
+from raysim.errors import ConfigError
 from raysim.models.batchnorm_statistics import BoundStatistics
 from raysim.models.checks.hidden_state import refuse_draws, refuse_hidden_state
 from raysim.models.comparison import close, layer_names, magnitude, original_copy
@@ -25,7 +25,7 @@ from raysim.models.first_outputs import failed_loss
 from raysim.models.flat import BoundModel, Model
 from raysim.randomness import generator
 from raysim.system.global_generators import GlobalGenerators, generators_kept
-from raysim.system.signals import reraise_stop
+from raysim.system.signals import failing_as
 
 EXAMPLES = 4
 """Number of examples in the passes that are compared."""
@@ -85,7 +85,8 @@ def check_reading(net: nn.Module, model: Model, settings: str = "") -> None:
     if compared is not None and settings in compared:
         return
     x, y = model.examples(EXAMPLES)
-    with _named_failure(model), generators_kept():
+    failed = f"{model.label} fails on {EXAMPLES} examples"
+    with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ConfigError,)), generators_kept():
         refuse_draws(net, model, x)
         refuse_hidden_state(net, model, x)
         _refuse_foreign_parameters(net, model, x, y)
@@ -233,11 +234,8 @@ def _pass(
 
 def _mean_loss(model: Model, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return the loss of a batch; if it cannot be computed, the error names the loss."""
-    try:
+    with failing_as(lambda why: failed_loss(model.learning_task, outputs, why, str(len(y)))):
         return model.mean_loss(outputs, x, y)
-    except BaseException as error:
-        reraise_stop(error)
-        raise failed_loss(model.learning_task, outputs, error, str(len(y))) from None
 
 
 def _layers(net: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -366,17 +364,3 @@ def _set(parameters: list[nn.Parameter], w: Tensor) -> None:
         part = w[position : position + parameter.numel()]
         parameter.data = part.view(parameter.shape).clone()
         position += parameter.numel()
-
-
-@contextmanager
-def _named_failure(model: Model) -> Iterator[None]:
-    """Turn an error of a pass into one that names the net."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except BaseException as error:
-        reraise_stop(error)
-        raise ConfigError(
-            f"{model.label} fails on {EXAMPLES} examples: {in_a_line(error)}"
-        ) from None

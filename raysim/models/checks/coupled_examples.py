@@ -47,17 +47,17 @@ def couples_examples(model: Model) -> bool:
             together = outputs(x)
         except Exception:  # a net need not take so many examples, or such large inputs
             continue
-        parts = [*x[:FEW].split(1), *x[FEW:].split(max(len(x) // 2, 1))]
-        parts = [part for part in parts if len(part)]
+        parts = list(x[:FEW].split(1))
+        if len(x) > FEW:
+            parts += x[FEW:].split(len(x) // 2)
         try:
             alone = [outputs(part) for part in parts]
-        except Exception:  # such as PyTorch's batch norm, which needs more than one value
-            return True
-        if not close(torch.cat(alone).detach(), together.detach(), tolerance):
-            return True
-        try:
+            if not close(torch.cat(alone).detach(), together.detach(), tolerance):
+                return True
             pooled, summed = _gradients(bound, together, alone)
-        except Exception:  # such as a backward pass that needs what a later pass has changed
+        # Such as PyTorch's batch norm, which needs more than one value, or a backward pass that
+        # needs what a later pass has changed.
+        except Exception:
             return True
         # Sums over many examples, whose terms may cancel.
         if not close(pooled, summed, 10 * tolerance):

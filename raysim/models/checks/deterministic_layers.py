@@ -30,14 +30,8 @@ def check_deterministic_layers(net: nn.Module, model: Model) -> None:
     Raises:
         ConfigError: a layer has no deterministic kernel on that device; the message names it.
     """
-    for layer, name in layer_names(net).items():
-        # cuDNN draws these masks from a state of the process, which no seed resets.
-        if isinstance(layer, nn.RNNBase) and layer.dropout > 0 and model.device.type == "cuda":
-            raise ConfigError(
-                f"{model.label}: the dropout between the layers of {name} cannot be repeated on a "
-                "GPU; set its dropout to 0, with an nn.Dropout between layers of your own, or set "
-                "resources.deterministic=false to accept that"
-            )
+    if model.device.type == "cuda":
+        _refuse_dropout_between_layers(net, model)
     original = original_copy(net, model.dtype, model.device, model.draws, model.learning_task.forms)
     inputs: LayerInputs = {}
     for layer in original.modules():
@@ -63,6 +57,17 @@ def check_deterministic_layers(net: nn.Module, model: Model) -> None:
         ) from None
     finally:
         restore()
+
+
+def _refuse_dropout_between_layers(net: nn.Module, model: Model) -> None:
+    """Refuse recurrent layers with dropout, whose masks cuDNN draws from a state without a seed."""
+    for layer, name in layer_names(net).items():
+        if isinstance(layer, nn.RNNBase) and layer.dropout > 0:
+            raise ConfigError(
+                f"{model.label}: the dropout between the layers of {name} cannot be repeated on a "
+                "GPU; set its dropout to 0, with an nn.Dropout between layers of your own, or set "
+                "resources.deterministic=false to accept that"
+            )
 
 
 def _differentiate(outputs: Any) -> None:

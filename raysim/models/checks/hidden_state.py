@@ -340,12 +340,7 @@ def _attributes(net: nn.Module) -> dict[str, Attribute]:
     """
     of_every_module = set(vars(nn.Module())) | {"forward"}
     attributes = {}
-    owners: dict[str, Any] = {name: module for module, name in layer_names(net).items()}
-    for module in net.modules():
-        for cls in type(module).__mro__:
-            if not cls.__module__.startswith("torch.") and cls is not object:
-                owners[f"class {cls.__name__}"] = cls
-    for place, owner in owners.items():
+    for place, owner in _attribute_owners(net).items():
         for name, value in vars(owner).items():
             if name in of_every_module or name.startswith("__") or callable(value):
                 continue
@@ -354,6 +349,16 @@ def _attributes(net: nn.Module) -> dict[str, Attribute]:
                 attribute = Attribute(owner, name, fingerprint)
                 attributes[f"the attribute '{name}' of {place}"] = attribute
     return attributes
+
+
+def _attribute_owners(net: nn.Module) -> dict[str, Any]:
+    """Return the layers of a net and the user's classes of these, by their names in messages."""
+    owners: dict[str, Any] = {name: module for module, name in layer_names(net).items()}
+    for module in net.modules():
+        for cls in type(module).__mro__:
+            if not cls.__module__.startswith("torch.") and cls is not object:
+                owners[f"class {cls.__name__}"] = cls
+    return owners
 
 
 def _fingerprint(value: Any) -> bytes | None:

@@ -61,17 +61,17 @@ def _base_name(net: nn.Module, name: str) -> str | None:
     while path:
         part = path.pop(0)
         if _is_peft_model(module) and part == "base_model" and path[:1] == ["model"]:
-            module, path = module.base_model.model, path[1:]
-            continue
-        is_wrapped = part in ("base_layer", "original_module", "modules_to_save")
-        if _wraps(module) and not is_wrapped:
-            return None
-        if _wraps(module) and part == "modules_to_save":
-            module, path = module.modules_to_save[path[0]], path[1:]
-            continue
-        if not (_wraps(module) and is_wrapped):
+            path.pop(0)
+            module = module.base_model.model
+        elif not _wraps(module):
             kept.append(part)
-        module = getattr(module, part)
+            module = getattr(module, part)
+        elif part == "modules_to_save":
+            module = module.modules_to_save[path.pop(0)]
+        elif part in ("base_layer", "original_module"):
+            module = getattr(module, part)
+        else:
+            return None
     return None if _wraps(module) else ".".join([*kept, tensor])
 
 

@@ -19,7 +19,7 @@ from raysim.data import import_torchvision
 from raysim.errors import ConfigError, in_a_line
 from raysim.spelling import did_you_mean
 from raysim.system.json_files import parsed
-from raysim.system.signals import reraise_stop
+from raysim.system.signals import failing_as
 from raysim.tracking.mlflow_process.run_client import folder_of_tracked_run
 
 PARAMETERS_FILE = "parameters.safetensors"
@@ -149,15 +149,11 @@ def _of_torchvision(source: str) -> Path:
     if file.is_file():
         return file
     digest = re.search(r"-([a-f0-9]{8,})\.", file.name)
-    try:
+    cannot = f"{KEY}: {source} cannot be downloaded from {url}"
+    fix = f"without network put the file at {file}"
+    with failing_as(lambda why: ConfigError(f"{cannot}: {why}; {fix}")):
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(file), digest and digest[1], progress=False)
-    except BaseException as error:
-        reraise_stop(error)
-        raise ConfigError(
-            f"{KEY}: {source} cannot be downloaded from {url}: {in_a_line(error)}; without network "
-            f"put the file at {file}"
-        ) from None
     return file
 
 
@@ -172,14 +168,10 @@ def _of_hugging_face(source: str) -> list[Path]:
             "pip install 'raysim[hf]'"
         ) from None
     wanted = [HUGGING_FACE_FILE, HUGGING_FACE_INDEX, "model-*-of-*.safetensors"]
-    try:
+    cannot = f"{KEY}: {source} cannot be read from the Hugging Face hub"
+    fix = f"check the name, or give a folder that holds {HUGGING_FACE_FILE}"
+    with failing_as(lambda why: ConfigError(f"{cannot}: {why}; {fix}")):
         folder = hub.snapshot_download(name, revision=revision or None, allow_patterns=wanted)
-    except BaseException as error:
-        reraise_stop(error)
-        raise ConfigError(
-            f"{KEY}: {source} cannot be read from the Hugging Face hub: {in_a_line(error)}; check "
-            f"the name, or give a folder that holds {HUGGING_FACE_FILE}"
-        ) from None
     return _in_folder(Path(folder), source)
 
 
