@@ -23,6 +23,7 @@ from raysim.engine.loop import Engine, Record
 from raysim.engine.plan import Plan
 from raysim.engine.state import checkpoint, client_store
 from raysim.errors import ConfigError, RaysimError, in_a_line, round_name
+from raysim.imports import uncollected
 from raysim.prepare.checks import check_address
 from raysim.prepare.resolve import prepare
 from raysim.runs.artifacts.export import log_models
@@ -269,7 +270,8 @@ def choose(plan: Plan, log: Callable[[str], None]) -> Executor:
     if plan.config.resources.executor == "inline":
         return Inline()
     # Importing Ray is slow.
-    from raysim.distributed.ray_executor import RayExecutor
+    with uncollected():
+        from raysim.distributed.ray_executor import RayExecutor
 
     return RayExecutor(log)
 

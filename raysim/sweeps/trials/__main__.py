@@ -20,9 +20,12 @@ from typing import cast
 
 import cloudpickle
 
-from raysim.models.checks.against_pytorch import comparing_once
-from raysim.sweeps.trials.trial import train_trial
-from raysim.system import output
+from raysim.imports import uncollected
+
+with uncollected():
+    from raysim.models.checks.against_pytorch import comparing_once
+    from raysim.sweeps.trials.trial import train_trial
+    from raysim.system import output
 
 PARENT_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether the sweep's process lives."""
