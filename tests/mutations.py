@@ -265,8 +265,8 @@ MUTATIONS = (
     Mutation(
         "checkpoint: a damaged one is read",
         "raysim/engine/state/checkpoint.py",
-        "            if damaged:\n",
-        "            if not damaged and sums is None:\n",
+        "    if damaged:\n",
+        "    if not damaged and sums is None:\n",
         ("tests/runs/test_damaged_files.py",),
     ),
     Mutation(

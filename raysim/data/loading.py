@@ -126,15 +126,14 @@ def files_pattern(name: str) -> str:
     return {"tiny_imagenet": "tiny-imagenet-200", "covid_ct": "COVID-CT"}.get(name, "")
 
 
-def is_present(name: str, root: str | Path | None = None) -> bool:
+def is_present(name: str) -> bool:
     """Return whether the files of a data set are in its folder; they may be incomplete.
 
     Args:
         name: name of the data set.
-        root: folder of the data sets; None: that of `data_root`.
     """
     pattern = files_pattern(name)
-    return name in BUILT_IN_DATASETS or (pattern != "" and any(data_root(root).glob(pattern)))
+    return name in BUILT_IN_DATASETS or (pattern != "" and any(data_root().glob(pattern)))
 
 
 def load_dataset(data: AnyData) -> Dataset:

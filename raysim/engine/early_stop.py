@@ -157,12 +157,12 @@ def check_stop(config: Config, rules: Sequence[Rule], probes: Sequence[str] = ()
         )
     check_metric(key, metric, [config])
     entry = find_metric(metric)
-    if entry is not None and _is_missing(config, entry.logged):
-        raise ConfigError(f"{key}: {metric} is not measured; set {entry.logged}")
-    if entry is not None and entry.rules and not _may_log(rules, entry.rules):
-        raise ConfigError(
-            f"{key}: {metric} is not logged by this method, but by {', '.join(sorted(entry.rules))}"
-        )
+    if entry is not None:
+        if _is_missing(config, entry.logged):
+            raise ConfigError(f"{key}: {metric} is not measured; set {entry.logged}")
+        if entry.rules and not _may_log(rules, entry.rules):
+            by = ", ".join(sorted(entry.rules))
+            raise ConfigError(f"{key}: {metric} is not logged by this method, but by {by}")
     source, _, rest = metric.partition("/")
     is_unknown = bool(rest) and source not in {*reserved_prefixes(), *probes}
     if is_unknown and not _has_users_metric(config.evaluate.metrics or ()):

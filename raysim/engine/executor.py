@@ -19,7 +19,14 @@ from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import State
 from raysim.server.central_server import RoundCohort
 from raysim.server.selection import Candidates
-from raysim.training.messages import Block, Broadcast, EvaluationParts, WorkerResult
+from raysim.training.messages import (
+    Block,
+    Broadcast,
+    ClientEvaluation,
+    ClientResult,
+    EvaluationParts,
+    WorkerResult,
+)
 
 Record = dict[str, float]
 """The metrics of one round, by name."""
@@ -87,6 +94,16 @@ class RoundResults:
     """Result of each client, without its vectors."""
     metrics: dict[str, float]
     """Seconds of training, and what else the executor measured in this round."""
+
+    @property
+    def clients(self) -> list[ClientResult]:
+        """Result of each client that was trained, in the order of the workers."""
+        return [result for worker in self.workers for result in worker.clients]
+
+    @property
+    def evaluations(self) -> list[ClientEvaluation]:
+        """Result of each client that was evaluated, in the order of the workers."""
+        return [result for worker in self.workers for result in worker.evaluations]
 
 
 @dataclass
@@ -248,7 +265,7 @@ class Executor(Protocol[ModelHandle]):
             blocks: the clients, in blocks of evaluation.
 
         Returns:
-            The results of the clients, in `WorkerResult.evaluations`, as a future.
+            The results of the clients, in `RoundResults.evaluations`, as a future.
         """
         ...
 

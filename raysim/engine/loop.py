@@ -358,7 +358,7 @@ class Engine(Generic[ModelHandle]):
             self.first_failure = self.first_failure or first
         active.cohort.dropped = set(failed)
         active.probed = self.probes.metrics(active.cohort, results.workers)
-        done = {d.client: d for outcome in results.workers for d in outcome.clients}
+        done = {result.client: result for result in results.clients}
         store, client_history = self.state.store, self.state.client_history
         for task in active.tasks:
             # Of failed clients too: they have drawn these batches, and ε is counted from cursors.

@@ -207,21 +207,11 @@ def make_client_evaluator(
     if asked is None or isinstance(clients, VirtualClients):
         return None
     training = clients.all_examples().after_rounds()
-    first = trainer.trainers[0]
-    examples = first.parts.examples
     tuner = None
     if asked.fine_tune is not None:
         tuned = Clients(training.indices, training.offsets, phases=training.phases)
-        config = _fine_tuning(plan.config, asked.fine_tune)
-        kind = LaneTrainer if plan.mode == "lanes" else LoopTrainer
-        model = first.model.with_precision("float32")
-        personal = PersonalParts()
-        if any(uses_own_models(t.config, t.rule, t.server) for t in trainer.trainers):
-            # Each client brings its whole model.
-            mask = torch.ones_like(first.x0, dtype=torch.bool)
-            personal = PersonalParts(mask, "personal")
-        group = ClientGroup("", ClientRule(), config)
-        tuner = kind(group, WorkerParts(ServerRule(), model, first.x0, examples, tuned, personal))
+        tuner = _make_tuner(plan, trainer, tuned, asked.fine_tune)
+    examples = trainer.trainers[0].parts.examples
     if clients.test_half == "test":
         examples = test_half()
     size = plan.config.evaluate.batch_size
@@ -229,6 +219,20 @@ def make_client_evaluator(
     test = test and test.after_rounds()
     val = val and val.after_rounds()
     return ClientEvaluator(trainer, test, examples, val, training, size, plan.metrics, tuner)
+
+
+def _make_tuner(plan: Plan, trainer: GroupTrainer, clients: Clients, asked: FineTune) -> Trainer:
+    """Return the trainer that fine-tunes clients, by plain SGD and from their own models."""
+    first = trainer.trainers[0]
+    personal = PersonalParts()
+    if any(uses_own_models(t.config, t.rule, t.server) for t in trainer.trainers):
+        # Each client brings its whole model.
+        personal = PersonalParts(torch.ones_like(first.x0, dtype=torch.bool), "personal")
+    model = first.model.with_precision("float32")
+    examples = first.parts.examples
+    parts = WorkerParts(ServerRule(), model, first.x0, examples, clients, personal)
+    kind = LaneTrainer if plan.mode == "lanes" else LoopTrainer
+    return kind(ClientGroup("", ClientRule(), _fine_tuning(plan.config, asked)), parts)
 
 
 def _fine_tuning(config: Config, asked: FineTune) -> Config:

@@ -175,15 +175,8 @@ class Records(Generic[ModelHandle]):
         """Return the metrics of a round, except those of the server and of the evaluation."""
         plan, store, traffic = self.state.plan, self.state.store, self.state.traffic
         # By client: a mean of floats depends on the order, and results come in that of the workers.
-        used = sorted(
-            (
-                result
-                for outcome in trained.workers
-                for result in outcome.clients
-                if result.client not in active.cohort.dropped
-            ),
-            key=lambda result: result.client,
-        )
+        used = [done for done in trained.clients if done.client not in active.cohort.dropped]
+        used.sort(key=lambda done: done.client)
         traffic.count(active.scheduled, trained, used, self.state.versions)
         return {
             **participation_metrics(

@@ -167,7 +167,7 @@ def failed_clients(
     Raises:
         ClientError: a client failed, and `on_error` is "stop".
     """
-    done = {result.client: result for outcome in results.workers for result in outcome.clients}
+    done = {result.client: result for result in results.clients}
     failed = {}
     for task in tasks:
         if error := done[task.client].error:

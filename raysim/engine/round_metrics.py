@@ -210,7 +210,7 @@ class Stopwatch:
         overhead = seconds - self._evaluation_seconds - trained_seconds
         self._round_started = now
         self._evaluation_seconds = 0.0
-        trained = sum(done.error is None for outcome in results.workers for done in outcome.clients)
+        trained = sum(done.error is None for done in results.clients)
         uncaptured = sum(outcome.uncaptured_steps for outcome in results.workers)
         return {
             "system/round_seconds": seconds,

@@ -166,5 +166,14 @@ def modes_of(uploads: Uploads, key: str) -> tuple[UploadMode, ...]:
     return (modes,) if isinstance(modes, str) else modes
 
 
+def described_tensor(tensor: torch.Tensor) -> str:
+    """Return type and shape of a tensor, for a message: "float32 [10, 64]".
+
+    Args:
+        tensor: an upload, or a tensor of the server's state.
+    """
+    return f"{_name(tensor.dtype)} {list(tensor.shape)}"
+
+
 def _name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")

@@ -75,12 +75,11 @@ class ScheduledRound:
         return [self.t - arrival.base for arrival in self.arrivals]
 
 
-def synchronous_round(t: int, ids: list[int], time: float = 0.0) -> ScheduledRound:
-    """Return round `t` in which the clients `ids` start at `time` and all arrive at `time` + 1.
+def synchronous_round(t: int, ids: list[int]) -> ScheduledRound:
+    """Return round `t` in which the clients `ids` start at virtual time 0 and all arrive at 1.
 
     Args:
         t: number of the round, from 0.
         ids: numbers of the clients.
-        time: virtual time at which the round begins.
     """
-    return ScheduledRound(t, [Arrival(client, t, time, time + 1) for client in ids], time + 1)
+    return ScheduledRound(t, [Arrival(client, t, 0.0, 1.0) for client in ids], 1.0)

@@ -461,7 +461,7 @@ class Server:
     @property
     def bytes(self) -> int:
         """Memory of the server's state, in bytes."""
-        return sum(t.numel() * t.element_size() for t in self.state.values())
+        return sum(tensor.nbytes for tensor in self.state.values())
 
 
 def evaluated_params(snapshot: State) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from raysim.errors import RaysimError, round_name
 from raysim.numerics.fixed_point import NonFiniteError
@@ -14,6 +13,7 @@ from raysim.rules.contract import ServerRule, State
 from raysim.rules.errors.returned_values import check_tensors
 from raysim.rules.errors.user_code import breach, translate_errors
 from raysim.rules.reports import Reports
+from raysim.rules.uploads import described_tensor
 
 
 @contextmanager
@@ -108,18 +108,6 @@ def check_evaluated(rule: ServerRule, shared: State, evaluated: State) -> None:
             "must return tensors with the keys and shapes of broadcast; different: "
             + ", ".join(differing),
         )
-
-
-def described_tensor(tensor: Tensor) -> str:
-    """Return shape and type of a tensor, for a message.
-
-    Args:
-        tensor: an upload, or a tensor of the server's state.
-
-    Returns:
-        For example "[10, 64] float32".
-    """
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def described_uploads(reports: Reports) -> str:

@@ -91,6 +91,22 @@ def open_own(path: Path, flags: int) -> int:
         raise
 
 
+def sync_to_disk(path: Path) -> None:
+    """Write a file or a folder to disk, so that it is there after a loss of power.
+
+    Args:
+        path: the file, or the folder, whose list of names is written.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def remove(path: Path) -> None:
     """Remove a file of a run's folder, if it exists.
 

@@ -6,7 +6,6 @@ function of the broadcast, the clients' states, the data and the seed of the run
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ from raysim.data import Examples
 from raysim.data.partition.clients import ExampleLists, VirtualClients
 from raysim.metrics import VALIDATION
 from raysim.models.flat import BoundModel
-from raysim.rules.contract import ClientRule, ServerRule, State, overridden
+from raysim.rules.contract import ClientRule, ServerRule, overridden
 from raysim.rules.errors.returned_values import (
     check_evaluated,
     check_predicted,
@@ -93,7 +92,7 @@ class ClientEvaluator:
         """
         parts = self.trainer.trainers[0].parts
         evaluations = []
-        own_models: dict[int, State] = {}
+        own_models: dict[int, dict[str, np.ndarray]] = {}
         predictions: dict[int, Predict | None] = {}
         for task in block.tasks:
             result = ClientEvaluation(
@@ -108,10 +107,12 @@ class ClientEvaluator:
                 w, buffers = self._model(broadcasts[task.base], task)
                 result.metrics = self._measure(task, w, buffers, predict)
                 if self.tuner is not None and self.has_own_models:
-                    own_models[task.client] = {PARAMETERS_KEY: w, STATISTICS_KEY: buffers}
-                    # Tensors that a rule returns may be those of the trainer, which the next client
-                    # overwrites.
-                    own_models[task.client] = copy.deepcopy(own_models[task.client])
+                    # Copies: tensors that a rule returns may be those of the trainer, which the
+                    # next client overwrites.
+                    own_models[task.client] = {
+                        PARAMETERS_KEY: w.numpy(force=True).copy(),
+                        STATISTICS_KEY: buffers.numpy(force=True).copy(),
+                    }
             except BaseException as error:
                 reraise_stop(error)
                 result.error = with_traceback(error)
@@ -126,7 +127,7 @@ class ClientEvaluator:
         broadcasts: Mapping[int, Broadcast],
         block: Block,
         evaluations: Sequence[ClientEvaluation],
-        own_models: Mapping[int, State],
+        own_models: Mapping[int, dict[str, np.ndarray]],
         predictions: Mapping[int, Predict | None],
     ) -> None:
         """Add the metrics after fine-tuning to the evaluations of a block's clients.
@@ -134,21 +135,16 @@ class ClientEvaluator:
         Steps start from the client's own model, if there is one, else from the global one.
         """
         results = {result.client: result for result in evaluations if result.error is None}
-        # With a request, an update keeps the parameters after the local steps.
-        tasks = [
-            replace(
-                task,
-                requests={"evaluation": None},
-                client_state={
-                    key: value.cpu().numpy()
-                    for key, value in own_models.get(task.client, {}).items()
-                }
-                or task.client_state,
-            )
-            for task in block.tasks
-            if task.client in results
-        ]
-        for update in tuner.train_block(broadcasts, Block(block.index, tasks)) if tasks else ():
+        tasks = []
+        for task in block.tasks:
+            if task.client in results:
+                client_state = own_models.get(task.client, task.client_state)
+                # With a request, an update keeps the parameters after the local steps.
+                requests = {"evaluation": None}
+                tasks.append(replace(task, requests=requests, client_state=client_state))
+        if not tasks:
+            return
+        for update in tuner.train_block(broadcasts, Block(block.index, tasks)):
             result = results[update.task.client]
             result.error = update.error
             if update.local_params is None:

@@ -17,7 +17,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.losses import Net
 from raysim.rules.tasks.learning_task import TaskMetric
 from raysim.rules.tasks.loss_task import LossTask
-from raysim.training.tasks.forward_pass import ForwardPass
+from raysim.training.tasks.forward_pass import ForwardPass, of_bound
 
 Predict = Callable[[Net], Tensor]
 """Returns the outputs [B, ...] for the examples of a forward pass."""
@@ -111,13 +111,7 @@ def _outputs(net: BoundModel, buffers: Tensor, x: Tensor, predict: Predict | Non
         x = x.contiguous(memory_format=torch.channels_last)
     if predict is None:
         return net.forward(x, "eval", buffers)
-
-    def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
-        out = net.forward(x, "eval", buffers, (), first, levels)
-        features, net.frame.features = net.frame.features, None
-        return out, None if features is None else features.flatten(1)
-
-    return predict(ForwardPass(net.model, x, call))
+    return predict(ForwardPass(net.model, x, of_bound(net, "eval", buffers)))
 
 
 def _whole(parts: list[Any]) -> Any:

@@ -22,6 +22,7 @@ from raysim.errors import ConfigError, ContractError
 from raysim.models.flat import Model
 from raysim.rules.contract import ClientRule, Report, State, overridden
 from raysim.rules.errors.user_code import breach, translate_errors
+from raysim.rules.uploads import described_tensor
 from raysim.training.messages import Broadcast
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
@@ -264,9 +265,7 @@ def _declared_mask(rule: ClientRule, model: Model) -> Tensor | None:
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (model.size,):
-        kind = type(mask).__name__
-        if isinstance(mask, Tensor):
-            kind = f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}"
+        kind = described_tensor(mask) if isinstance(mask, Tensor) else type(mask).__name__
         raise breach(
             rule,
             "personal",

@@ -113,7 +113,7 @@ def test_a_server_rule_that_raises_is_told_in_one_line_and_what_was_done_is_kept
     line = len(BROKEN[: BROKEN.index("raise")].splitlines())
     message = "round 3: update of server rule 'broken' failed: ValueError: not today "
     message += f'({rule}, line {line}: `raise ValueError("not today")`)'
-    message += " (the uploads were: mean of 'delta' [1210] float32)"
+    message += " (the uploads were: mean of 'delta' float32 [1210])"
     assert done.err.splitlines()[-1] == f"error: {message}"
     assert (
         "Traceback" not in done.err and "ray::" not in done.err and len(done.err.splitlines()) < 5

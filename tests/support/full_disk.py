@@ -37,7 +37,7 @@ def main() -> None:
 
         spool.Spool._put = putting  # type: ignore[method-assign]
     else:
-        sync, write = checkpoint._sync, checkpoint.write_checkpoint
+        sync, write = checkpoint.sync_to_disk, checkpoint.write_checkpoint
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         usual = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -55,7 +55,7 @@ def main() -> None:
                 raise FULL
             sync(path)
 
-        checkpoint._sync, checkpoint.write_checkpoint = syncing, writing
+        checkpoint.sync_to_disk, checkpoint.write_checkpoint = syncing, writing
     cli.main()
 
 

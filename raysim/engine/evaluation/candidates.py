@@ -91,9 +91,8 @@ class CandidateEvaluator:
             raise RaysimError(str(error)) from None
         metrics["system/candidate_evaluation_seconds"] = sum(w.seconds for w in results.workers)
         loss = np.full(len(pool.ids), np.nan)
-        for worker in results.workers:
-            for done in worker.evaluations:
-                if not done.error:
-                    # The ids of a pool ascend.
-                    loss[np.searchsorted(pool.ids, done.client)] = done.metrics["loss"]
+        for done in results.evaluations:
+            if not done.error:
+                # The ids of a pool ascend.
+                loss[np.searchsorted(pool.ids, done.client)] = done.metrics["loss"]
         return CandidateEvaluation(replace(pool, current_loss=loss), asked.ids, metrics)

@@ -134,14 +134,11 @@ class ClientEvaluations:
         Raises:
             ClientError: an evaluation failed, and `faults.on_client_error` is "stop".
         """
-        evaluations = sorted(
-            (done for worker in results.workers for done in worker.evaluations),
-            key=lambda done: done.client,
-        )
         evaluation = f"the evaluation of client {{}} after round {version}"
         on_error = self.config.faults.on_client_error
         n_failed = count_failed(results, evaluation, on_error, "leaves such clients out")
-        evaluations = [done for done in evaluations if done.error is None]
+        evaluations = [done for done in results.evaluations if done.error is None]
+        evaluations.sort(key=lambda done: done.client)
         if self.folder is not None and evaluations:
             self._write_table(version, evaluations)
         counts = {
@@ -231,10 +228,10 @@ def count_failed(results: RoundResults, evaluation: str, on_client_error: str, e
         ClientError: an evaluation failed, and `on_client_error` is "stop".
     """
     errors: dict[int, str] = {}
-    for worker in results.workers:
-        for done in (*worker.evaluations, *worker.clients):
-            if done.error is not None:
-                errors[done.client] = done.error
+    # A client that could not even be evaluated, since its workers died, is among the trained ones.
+    for done in (*results.evaluations, *results.clients):
+        if done.error is not None:
+            errors[done.client] = done.error
     for client, error in sorted(errors.items()):
         failure = f"{evaluation.format(client)} failed: "
         if on_client_error == "stop":

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,6 +36,7 @@ from typing_extensions import TypedDict
 from raysim.config.sections.evaluation import DEFAULT_BEST, BestBy
 from raysim.engine.state import client_store
 from raysim.errors import RaysimError
+from raysim.system.files import sync_to_disk
 from raysim.system.json_files import parsed
 from raysim.training.messages import Broadcast
 
@@ -121,28 +121,14 @@ def write_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        save_file(
-            {k: v.contiguous() for k, v in checkpoint.server.items()}, partial / CHECKPOINT_FILES[0]
-        )
-        save_file(
-            {k: v.contiguous() for k, v in checkpoint.clients.items()},
-            partial / CHECKPOINT_FILES[1],
-        )
-        save_file(_clock(checkpoint), partial / CHECKPOINT_FILES[2])
-        (partial / CHECKPOINT_FILES[3]).write_text(
-            json.dumps({"format": CHECKPOINT_FORMAT, **checkpoint.facts})
-        )
-        (partial / "sums.json").write_text(
-            json.dumps({name: _sha256_of_file(partial / name) for name in CHECKPOINT_FILES})
-        )
+        _write_files(partial, checkpoint)
         # Before the rename: after a crash, a complete name must not stand for files cut short.
-        for path in partial.iterdir():
-            _sync(path)
-        _sync(partial)
+        for path in (*partial.iterdir(), partial):
+            sync_to_disk(path)
         # A rename replaces no folder that has files in it.
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        _sync(home)
+        sync_to_disk(home)
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(run_dir).free / 1e6
         shutil.rmtree(partial, ignore_errors=True)
@@ -159,6 +145,17 @@ def write_checkpoint(
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
     return final
+
+
+def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write the files of a checkpoint, and their checksums."""
+    server, clients, clock, facts = (folder / name for name in CHECKPOINT_FILES)
+    save_file({k: v.contiguous() for k, v in checkpoint.server.items()}, server)
+    save_file({k: v.contiguous() for k, v in checkpoint.clients.items()}, clients)
+    save_file(_clock(checkpoint), clock)
+    facts.write_text(json.dumps({"format": CHECKPOINT_FORMAT, **checkpoint.facts}))
+    sums = {name: _sha256_of_file(folder / name) for name in CHECKPOINT_FILES}
+    (folder / "sums.json").write_text(json.dumps(sums))
 
 
 def _best_first(paths: list[Path], best: BestBy) -> list[Path]:
@@ -227,26 +224,7 @@ def _first_complete(
     """Read the first of some checkpoints that is complete; see `read_latest`."""
     for path in paths:
         try:
-            sums = _read_json(path / "sums.json", dict[str, str])
-            damaged = [
-                name for name in CHECKPOINT_FILES if _sha256_of_file(path / name) != sums.get(name)
-            ]
-            if damaged:
-                raise ValueError(f"wrong checksum of {', '.join(damaged)}")
-            facts = _read_json(path / CHECKPOINT_FILES[3], dict[str, Any])
-            if facts.get("format") != CHECKPOINT_FORMAT:
-                raise ValueError(
-                    f"written by raysim {facts.get('raysim')} in format {facts.get('format')}; "
-                    f"this one reads {CHECKPOINT_FORMAT}"
-                )
-            # After the format, because another format may have other facts.
-            _read_json(path / CHECKPOINT_FILES[3], Facts)
-            clients = load_file(path / CHECKPOINT_FILES[1])
-            client_store.check_rows(clients, run_dir / client_store.ROWS_FOLDER)
-            clock = load_file(path / CHECKPOINT_FILES[2])
-            return Checkpoint(
-                load_file(path / CHECKPOINT_FILES[0]), clients, *_unclock(clock), facts
-            )
+            return _read_checkpoint(path, run_dir / client_store.ROWS_FOLDER)
         except OSError as error:
             log(
                 f"checkpoint {path} cannot be used ({error.filename}: {error.strerror}); "
@@ -260,6 +238,25 @@ def _first_complete(
             "restore one of them, or remove that folder and start again with `raysim resume`"
         )
     return None
+
+
+def _read_checkpoint(path: Path, rows: Path) -> Checkpoint:
+    """Read a checkpoint; raise OSError, ValueError, KeyError or SafetensorError if that fails."""
+    sums = _read_json(path / "sums.json", dict[str, str])
+    damaged = [name for name in CHECKPOINT_FILES if _sha256_of_file(path / name) != sums.get(name)]
+    if damaged:
+        raise ValueError(f"wrong checksum of {', '.join(damaged)}")
+    facts = _read_json(path / CHECKPOINT_FILES[3], dict[str, Any])
+    if facts.get("format") != CHECKPOINT_FORMAT:
+        raise ValueError(
+            f"written by raysim {facts.get('raysim')} in format {facts.get('format')}; "
+            f"this one reads {CHECKPOINT_FORMAT}"
+        )
+    # After the format, because another format may have other facts.
+    _read_json(path / CHECKPOINT_FILES[3], Facts)
+    server, clients, clock = (load_file(path / name) for name in CHECKPOINT_FILES[:3])
+    client_store.check_rows(clients, rows)
+    return Checkpoint(server, clients, *_unclock(clock), facts)
 
 
 def _read_json(path: Path, kind: Any) -> Any:
@@ -340,12 +337,3 @@ def _sha256_of_file(path: Path) -> str:
     """Return the sha256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Sync a file or a folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

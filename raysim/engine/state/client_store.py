@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from raysim.errors import ConfigError, RaysimError
+from raysim.system.files import sync_to_disk
 
 StoredState = dict[str, np.ndarray]
 """A row: the arrays of one client's state, by name."""
@@ -337,11 +338,7 @@ class ClientStateStore:
             return
         try:
             for path in (self.dir / ROWS_FILE, self.dir):
-                handle = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(handle)
-                finally:
-                    os.close(handle)
+                sync_to_disk(path)
         except OSError as error:
             raise self._unwritable("the clients' state", error) from None
         self._unsynced = False

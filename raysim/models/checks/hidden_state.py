@@ -75,17 +75,13 @@ def refuse_draws(net: nn.Module, model: Model, x: Tensor) -> None:
                 f"{model.label} draws from {libraries[0]}'s global generator {mode}, in {layer}, "
                 "so a run could not be repeated; draw in each training pass, and in no other"
             )
-    if any(_keeps_dropout(module, original) for module in original.modules()):
-        raise ConfigError(
-            f"{model.label} keeps dropout on in evaluation mode, so its metrics would be random; "
-            "let eval() switch it off"
-        )
-
-
-def _keeps_dropout(module: nn.Module, net: nn.Module) -> bool:
-    """Return whether a dropout of a net in evaluation mode would draw."""
-    assert not net.training
-    return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+    for module in original.modules():  # in evaluation mode by now
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+        if is_dropout and module.training and module.p > 0:
+            raise ConfigError(
+                f"{model.label} keeps dropout on in evaluation mode, so its metrics would be "
+                "random; let eval() switch it off"
+            )
 
 
 def _drawing_layer(net: nn.Module, x: Tensor) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -180,23 +180,20 @@ class ClientBatches:
         Returns:
             The examples of all clients, one client after the other.
         """
-        # A client without examples makes no step; its batch is empty.
-        indices = [
-            positions[next(self.positions(task, positions), slice(0))]
-            for task, positions in zip(tasks, mine, strict=True)
-        ]
+        indices = []
+        for task, positions in zip(tasks, mine, strict=True):
+            # A client without examples makes no step; its batch is empty.
+            indices.append(positions[next(self.positions(task, positions), slice(0))])
         sizes = [len(batch) for batch in indices]
         draws = self.draws(tasks, [[size] for size in sizes])
-        crops = None
-        if AUGMENT in draws:
-            crops = np.concatenate(
-                [draws[AUGMENT].take(k, n, NUMBERS_PER_AUGMENTATION) for k, n in enumerate(sizes)]
-            )
-        x, y = self.images(np.concatenate(indices), crops)
-        masks = [self.masks(draws, k, n) for k, n in enumerate(sizes)]
-        drop = tuple(
-            torch.cat(parts) for parts in zip(*(sets[0] for sets in masks if sets), strict=True)
-        )
+        crops, masks = [], []
+        for k, n in enumerate(sizes):
+            if AUGMENT in draws:
+                crops.append(draws[AUGMENT].take(k, n, NUMBERS_PER_AUGMENTATION))
+            # Pooled rules have one set of masks; () if the net has no dropout.
+            masks += self.masks(draws, k, n)
+        x, y = self.images(np.concatenate(indices), np.concatenate(crops) if crops else None)
+        drop = tuple(torch.cat(parts) for parts in zip(*masks, strict=True))
         return PooledBatch(x, y, sizes, [task.weight for task in tasks], drop)
 
     def positions(self, task: ClientTask, mine: np.ndarray) -> Iterator[np.ndarray]:
@@ -347,19 +344,22 @@ class PrefetchedBatches:
         """Index of the task of each batch."""
         self.firsts = list(accumulate(map(len, by_task), initial=0))
         """Index of the first batch of each task, and the number of all batches."""
-        ends = list(accumulate(map(len, self.indices), initial=0))
-        self.groups = [
-            list(group)
-            for _, group in groupby(
-                range(len(self.indices)),
-                key=lambda i: (self.owners[i] if apart else 0, ends[i] // PREFETCH_EXAMPLES),
-            )
-        ]
+        self.groups = self._groups(apart)
         """Batches that are gathered together, by their index."""
         self.ready: dict[int, tuple[Tensor, Tensor]] = {}
         """The x and y of the batches of the last group that was gathered."""
         self.unit = ROW_ALIGNMENT // math.gcd(client_batches.examples.x[:1].numel(), ROW_ALIGNMENT)
         """Number of examples; every multiple of it ends at a memory boundary."""
+
+    def _groups(self, apart: bool) -> list[list[int]]:
+        """Return the batches that are gathered together, about `PREFETCH_EXAMPLES` examples."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        n_before = 0
+        for i, (owner, indices) in enumerate(zip(self.owners, self.indices, strict=True)):
+            key = (owner if apart else 0, n_before // PREFETCH_EXAMPLES)
+            groups.setdefault(key, []).append(i)
+            n_before += len(indices)
+        return list(groups.values())
 
     def batches(self, k: int) -> Iterator[Batch]:
         """Yield the batches of task `k`. Call it in the order of the tasks.

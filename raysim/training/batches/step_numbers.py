@@ -117,10 +117,12 @@ class StepNumbers:
         # As many numbers are computed for each task as for the largest.
         width = min(self._counts[k] - first, max(end - first, NUMBERS_PER_CALL))
         after = k + 1
-        for count in self._counts[after:] if self._together and not begin else ():
-            if max(width, count) * (after + 1 - k) > NUMBERS_PER_CALL:
-                break
-            width, after = max(width, count), after + 1
+        if self._together and not begin:
+            for count in self._counts[k + 1 :]:
+                if max(width, count) * (after + 1 - k) > NUMBERS_PER_CALL:
+                    break
+                width = max(width, count)
+                after += 1
         keys = np.stack([key_words(*place) for place in self._places[k:after]]).view(np.int64)
         words = random_words(on_device(keys, self._device), width, first)
         numbers = normal(words.flatten()) if self._distribution == "normal" else uniform(words)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from raysim.models.flat import Model
+from raysim.models.flat import BoundModel, Model
 from raysim.models.stages import CLASSIFIER
 from raysim.rules.batch import Batch
 from raysim.rules.losses import Net
@@ -78,6 +78,28 @@ class ForwardPass(Net):
                 "the net does not end in a linear classifier, so it classifies no features"
             )
         return self._call(features, CLASSIFIER, None)[0]
+
+
+def of_bound(
+    bound: BoundModel, mode: PassMode, buffers: Tensor | None, drop: tuple[Tensor, ...] = ()
+) -> Call:
+    """Return a forward pass of a bound net.
+
+    Args:
+        bound: the net, with its parameters.
+        mode: mode of the pass.
+        buffers: [Q], the running BatchNorm statistics, which mode "train" moves; None if the pass
+            uses none.
+        drop: as for `BoundModel.forward`.
+    """
+
+    def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
+        out = bound.forward(x, mode, buffers, drop, first, levels)
+        # Taken out of the frame, which would keep the graph of the pass in memory.
+        features, bound.frame.features = bound.frame.features, None
+        return out, None if features is None else features.flatten(1)
+
+    return call
 
 
 def forward_pass(

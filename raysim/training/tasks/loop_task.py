@@ -17,7 +17,7 @@ from raysim.rules.contract import State
 from raysim.rules.losses import JointLoss, Loss, Net, task_loss
 from raysim.rules.task import PassMode
 from raysim.training.tasks.fast_gradient import FastGradient, by_autograd
-from raysim.training.tasks.forward_pass import ForwardPass
+from raysim.training.tasks.forward_pass import ForwardPass, of_bound
 from raysim.training.tasks.local_step import LocalSettings, step_in_place, steps_in_place
 from raysim.training.tasks.task import ModelTask
 
@@ -54,7 +54,6 @@ class LoopTask(ModelTask):
         global_params: Tensor,
         global_buffers: Tensor,
         steps: int,
-        buffers: Tensor | None = None,
         fresh: Callable[[], tuple[Tensor, Tensor]] | None = None,
         client: int = 0,
         optimizer_state: State | None = None,
@@ -66,7 +65,6 @@ class LoopTask(ModelTask):
             global_params: [P], the parameters that it received.
             global_buffers: [Q], the BatchNorm statistics that it received.
             steps: the number of its local steps.
-            buffers: [Q], its own BatchNorm statistics; by default those received.
             fresh: returns the parameters [P] and statistics [Q] of a new net for the rule's `init`;
                 see `fresh_model`. None: `task.fresh_model` is refused.
             client: number of the client.
@@ -81,7 +79,7 @@ class LoopTask(ModelTask):
         self.logged = {}
         self.losses = []
         self.global_buffers = global_buffers
-        self.buffers = (global_buffers if buffers is None else buffers).clone()
+        self.buffers = global_buffers.clone()
         self._fresh = fresh
         self.local_params.copy_(global_params)
         if optimizer_state is None and settings.optimizer is not None:
@@ -289,17 +287,8 @@ class LoopTask(ModelTask):
         buffers: Tensor | None,
         dropout: bool = True,
     ) -> ForwardPass:
-        def call(
-            x: Tensor, first: int, levels: list[Tensor] | None
-        ) -> tuple[Tensor, Tensor | None]:
-            out = bound.forward(
-                x, mode, buffers, batch.drop if batch and dropout else (), first, levels
-            )
-            # Taken out of the frame, which would keep the graph of the pass in memory.
-            features, bound.frame.features = bound.frame.features, None
-            return out, None if features is None else features.flatten(1)
-
-        return ForwardPass(self.model, batch and batch.x, call)
+        drop = batch.drop if batch and dropout else ()
+        return ForwardPass(self.model, batch and batch.x, of_bound(bound, mode, buffers, drop))
 
 
 class GradientMemo:

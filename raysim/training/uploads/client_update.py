@@ -13,7 +13,7 @@ from torch import Tensor
 from raysim.errors import ContractError
 from raysim.rules.contract import ClientRule, Report, State, overridden
 from raysim.rules.errors.user_code import breach, described, with_traceback
-from raysim.rules.uploads import Kind
+from raysim.rules.uploads import Kind, described_tensor
 from raysim.training.client_start import PreparedClient
 from raysim.training.messages import ClientTask
 from raysim.training.uploads.client_level_dp import UNCLIPPED
@@ -111,18 +111,13 @@ def _check_metrics(rule: ClientRule, report: Report) -> None:
             raise breach(
                 rule,
                 "finish",
-                f"sends '{key}' as {_tensor_text(value)}; a metric is one real number",
+                f"sends '{key}' as {described_tensor(value)}; a metric is one real number",
             )
 
 
 def _shapes(client_state: State) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of a client's state, without the engine's "seen"."""
     return {key: tuple(value.shape) for key, value in client_state.items() if key != "seen"}
-
-
-def _tensor_text(value: Tensor) -> str:
-    """Return the type and shape of a tensor, for messages."""
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def _why_no_upload(value: Tensor, kind: Kind | None) -> str | None:
@@ -132,19 +127,19 @@ def _why_no_upload(value: Tensor, kind: Kind | None) -> str | None:
     if kind is not None:
         if (tuple(value.shape), value.dtype) == kind:
             return None
+        declared = described_tensor(torch.empty(kind.shape, dtype=kind.dtype, device="meta"))
         return (
-            f"as {_tensor_text(value)}, but `sends` declares it as "
-            f"{_tensor_text(torch.empty(kind.shape, dtype=kind.dtype, device='meta'))}; make the "
-            "two the same"
+            f"as {described_tensor(value)}, but `sends` declares it as {declared}; make the two "
+            "the same"
         )
     if not value.is_floating_point():
         return (
-            f"as {_tensor_text(value)}; uploads are added up as floats: send "
+            f"as {described_tensor(value)}; uploads are added up as floats: send "
             '.to(shared["x"].dtype), or declare its type: sends = {..., KEY: Upload(SHAPE, DTYPE)}'
         )
     if value.ndim != 1:
         return (
-            f"as {_tensor_text(value)}; uploads are vectors: send .reshape(-1), or declare its "
+            f"as {described_tensor(value)}; uploads are vectors: send .reshape(-1), or declare its "
             "shape: sends = {..., KEY: Upload(SHAPE)}"
         )
     return None

@@ -15,7 +15,7 @@ from raysim.errors import ContractError
 from raysim.randomness import generator
 from raysim.rules.contract import ClientRule, Report, State
 from raysim.rules.upload_stages import UploadStage, WireFormat
-from raysim.rules.uploads import Kind
+from raysim.rules.uploads import Kind, described_tensor
 from raysim.training.messages import ClientTask
 
 
@@ -196,14 +196,10 @@ def check_encoded(stage: UploadStage, key: str, update: Tensor, decoded: Tensor)
         raise ContractError(f"{name} returns a {type(decoded).__name__}; return a tensor")
     if (decoded.shape, decoded.dtype) != (update.shape, update.dtype):
         raise ContractError(
-            f"{name} returns {_text(decoded)} for an update {_text(update)}; return the update as "
-            "the server decodes it, in the same shape and type, and its size in `wire_format`"
+            f"{name} returns {described_tensor(decoded)} for an update "
+            f"{described_tensor(update)}; return the update as the server decodes it, in the same "
+            "shape and type, and its size in `wire_format`"
         )
-
-
-def _text(value: Tensor) -> str:
-    """Return the type and shape of a tensor, for messages."""
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def memory_keys(stages: Sequence[UploadStage], key: str) -> list[str]:

@@ -188,7 +188,9 @@ class UploadSum:
         self._outcome.ids += [update.task.client for update in good]
         for (mode, key), block in sums.items():
             self._sums[f"{mode} {key}"].add(block)
-        for key in self.uploads.per_client if good else ():
+        if not good:
+            return
+        for key in self.uploads.per_client:
             self._outcome.rows.setdefault(key, []).extend(update.report[key] for update in good)
 
     def add_mean_delta(self, delta: Tensor, losses: dict[int, float], nbytes: int) -> bool:
@@ -258,8 +260,10 @@ class UploadSum:
 
     def _block_sums(self, updates: list[ClientUpdate]) -> dict[tuple[str, str], BlockSum]:
         """Return the sums of a block by mode and key; {} for a block without clients."""
-        sums = {}
-        for mode, key in self.uploads.sums if updates else ():
+        sums: dict[tuple[str, str], BlockSum] = {}
+        if not updates:
+            return sums
+        for mode, key in self.uploads.sums:
             rows = [update.report[key].reshape(-1) for update in updates]
             if mode == "difference":
                 # In float64 the difference of two float32 numbers is exact.
@@ -311,22 +315,27 @@ def _bring_to_host(
     finite = []
     for update in good:
         finite.append({k: torch.isfinite(v.sum()) for k, v in update.client_state.items()})
-    trees: list[dict[str, Tensor]] = [*finite]
+    losses = {f"{i}": update.loss for i, update in enumerate(updates)}
+    metrics = []
     for update in updates:
-        metrics = {k: v for k, v in update.report.items() if k.startswith("metric/")}
-        trees += [{"loss": update.loss}, metrics, update.client_state]
-    trees.append({f"{k}": v.extremes for k, v in sums.items() if v.extremes is not None})
-    copies = iter(to_host([tensor.detach() for tree in trees for tensor in tree.values()]))
-    on_host = [{key: next(copies) for key in tree} for tree in trees]
-    extremes = on_host.pop()
+        metrics.append({k: v for k, v in update.report.items() if k.startswith("metric/")})
+    states = [update.client_state for update in updates]
+    extremes = {f"{k}": v.extremes for k, v in sums.items() if v.extremes is not None}
+    losses, extremes, *on_host = _dicts_to_host([losses, extremes, *metrics, *states, *finite])
+    n = len(updates)
+    for i, update in enumerate(updates):
+        update.loss = losses[f"{i}"]
+        update.report = {**update.report, **on_host[i]}
+        update.client_state = on_host[n + i]
     for key, block in sums.items():
         block.extremes = extremes.get(f"{key}")
-    of_updates = iter(on_host[len(good) :])
-    for update in updates:
-        update.loss = next(of_updates)["loss"]
-        update.report = {**update.report, **next(of_updates)}
-        update.client_state = next(of_updates)
-    return on_host[: len(good)]
+    return on_host[2 * n :]
+
+
+def _dicts_to_host(dicts: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Return dicts with copies of their tensors on the host, for all of which it waits once."""
+    copies = iter(to_host([tensor.detach() for tensors in dicts for tensor in tensors.values()]))
+    return [{key: next(copies) for key in tensors} for tensors in dicts]
 
 
 def _weight(mode: str, task: ClientTask) -> float:
