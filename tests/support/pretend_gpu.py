@@ -293,6 +293,7 @@ class Graph:
 
     def replay(self) -> None:
         gpu = mode_of()
+        gpu.replays += 1
         stream = gpu.begin()
         for (key, span), writes in self.access.items():
             if key in gpu.gone and key not in self.own:
@@ -697,6 +698,9 @@ def pretended_gpu() -> Iterator[PretendGPU]:
         for name in ("lstm", "gru", "rnn_tanh"):
             kernel = _recurrent(getattr(torch._VF, name))
             stack.enter_context(mock.patch.object(torch._VF, name, kernel, create=True))
+        stack.enter_context(
+            mock.patch.object(torch.backends.cudnn, "is_acceptable", lambda _: False)
+        )
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pin))
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", is_pinned))
         mode = gpu
