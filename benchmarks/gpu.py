@@ -27,6 +27,7 @@ from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.errors import RaysimError
 from raysim.prepare.resolve import resolve_plan
+from raysim.system.deterministic_kernels import set_cuda_variables
 
 STEPS, BATCH, SHAPE = 5, 64, (3, 32, 32)
 
@@ -116,6 +117,8 @@ def main() -> None:
     given = arguments.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
         arguments.error("there is no GPU here; --device cpu tries the script without one")
+    # The product below is the first that cuBLAS computes, which then fixes its setting.
+    set_cuda_variables(deterministic=True)
     data, most = (
         dataset(SHAPE),
         peak(given.device, 8192 if given.device == "cuda" else 1024, given.repeats),

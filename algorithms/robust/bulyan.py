@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from raysim.algorithms.fedavg import FedAvgClient
+from raysim.numerics import sort_coordinates
 from raysim.rules import Algorithm, NonNegativeInt, ServerRule
 
 EXACT = "donot_use_mm_for_euclid_dist"  # a matrix product cancels if updates are alike
@@ -43,7 +44,9 @@ class BulyanServer(ServerRule):
             nearest = squared[left][:, left].sort(dim=1).values[:, 1 : neighbours + 1]
             selected.append(left.pop(int(nearest.sum(1).argmin())))
         chosen = deltas[selected]
-        gaps = (chosen - chosen.median(dim=0).values).abs()
+        # `Tensor.median` has no deterministic kernel on a GPU.
+        median = sort_coordinates(chosen)[(len(chosen) - 1) // 2]
+        gaps = (chosen - median).abs()
         nearest = gaps.argsort(dim=0)[: max(len(chosen) - 2 * f, 1)]
         return {"x": state["x"] - self.lr * chosen.gather(0, nearest).mean(0)}
 

@@ -9,6 +9,7 @@ by the forwards of raysim.models.keyed_layers, every other layer by its own.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -48,6 +49,9 @@ from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.shipped_tasks import Classification
 from raysim.system.global_generators import GlobalGenerators, generators_kept, seed_generators
 from raysim.system.signals import failing_as
+
+RECURRENT = nn.RNN, nn.LSTM, nn.GRU
+"""PyTorch's recurrent layers that cuDNN computes on a GPU."""
 
 
 class Model:
@@ -100,6 +104,9 @@ class Model:
         root = StagedModel(net).to(dtype=dtype, device=device)
         root.forms = self.learning_task.forms
         root.train()
+        if self.device.type == "cuda":
+            # Parameters are parts of one vector, which cuDNN copies in its own order in each pass.
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single contig")
         self.frame = ForwardContext()
         x, _ = self.examples(2)
         self.statistics = find_statistics(net, x)
@@ -393,10 +400,12 @@ class Model:
             training: the mode.
         """
         module.train(training)
-        if self.frozen_statistics:
-            for layer in module.modules():
-                if isinstance(layer, nn.modules.batchnorm._NormBase):
-                    layer.eval()
+        for layer in module.modules():
+            if self.frozen_statistics and isinstance(layer, nn.modules.batchnorm._NormBase):
+                layer.eval()
+            if self.device.type == "cuda" and type(layer) in RECURRENT and not layer.dropout:
+                # cuDNN has no gradients in evaluation mode; both modes compute the same.
+                layer.train()
 
     def copy_of_module(self, frame: ForwardContext) -> StagedModel:
         """Return a copy of the net that shares its frozen parameters.

@@ -17,15 +17,19 @@ def allow_tf32(allowed: bool) -> Callable[[], None]:
     Returns:
         A function that restores what was set before.
     """
-    matmul = torch.backends.cuda.matmul.allow_tf32
-    convolutions = torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    of_operations = products, cudnn.conv, cudnn.rnn
+    # `allow_tf32` cannot be read after a program has set `fp32_precision`, which PyTorch advises.
+    before = [operations.fp32_precision for operations in of_operations]
 
-    def restore() -> None:
-        torch.backends.cuda.matmul.allow_tf32 = matmul
-        torch.backends.cudnn.allow_tf32 = convolutions
+    def choose(of_products: str, *of_cudnn: str) -> None:
+        # Both are set, so that whoever reads either finds the same.
+        products.allow_tf32, cudnn.allow_tf32 = of_products == "tf32", "tf32" in of_cudnn
+        for operations, precision in zip(of_operations, (of_products, *of_cudnn), strict=True):
+            operations.fp32_precision = precision
 
-    return restore
+    choose(*["tf32" if allowed else "ieee"] * len(of_operations))
+    return lambda: choose(*before)
 
 
 @contextmanager

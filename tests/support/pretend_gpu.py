@@ -9,6 +9,8 @@ through `PretendGPU`, which computes it on the CPU and notes, or refuses, what a
 - an operation on a stream has to come after the last write, and a write after all reads, on other
   streams; likewise the next allocation of a stream after all uses of what was freed to it
 - the operations of a capture are those of its replays, on memory that nobody may free meanwhile
+- operations without a kernel, or without a deterministic one, are refused, and so are gradients of
+  recurrent layers in evaluation mode
 
 It cannot show what a kernel gives or takes, or what a driver does.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import os
 import traceback
+import warnings
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -40,6 +43,17 @@ WAITS = {
 """Operations for which the host waits, or that call a library that makes it wait."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "convolution"}
 """Operations of cuBLAS."""
+UNREPEATABLE = {
+    "histc", "put", "put_", "max_unpool2d", "max_unpool3d", "nll_loss2d_forward", "cumsum", "median",
+    "bincount", "avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "kthvalue",
+    "_adaptive_avg_pool3d_backward", "adaptive_max_pool2d_backward", "max_pool3d_with_indices_backward",
+    "fractional_max_pool2d_backward", "fractional_max_pool3d_backward", "upsample_linear1d_backward",
+    "upsample_bilinear2d_backward", "upsample_bicubic2d_backward", "upsample_trilinear3d_backward",
+    "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
+    "_ctc_loss_backward", "grid_sampler_2d_backward", "grid_sampler_3d_backward",
+}  # fmt: skip
+"""Operations that PyTorch refuses on a GPU if `use_deterministic_algorithms` is set; some of them
+for some arguments only, see `_is_unrepeatable`."""
 CAPTURING = "operation not permitted when stream is capturing"
 SYNCHRONIZING = "called a synchronizing CUDA operation"
 
@@ -279,6 +293,7 @@ class Graph:
 
     def replay(self) -> None:
         gpu = mode_of()
+        gpu.replays += 1
         stream = gpu.begin()
         for (key, span), writes in self.access.items():
             if key in gpu.gone and key not in self.own:
@@ -375,6 +390,10 @@ class PretendGPU(TorchDispatchMode):
             self.wait(name)
         if name in PRODUCTS:
             self._check_cublas(name)
+            if not all(tensor.is_floating_point() for tensor in tensors):
+                raise RuntimeError(f'"{name}_cuda" not implemented for integers')
+        if torch.are_deterministic_algorithms_enabled() and _is_unrepeatable(func, name, args):
+            raise RuntimeError(f"{name} does not have a deterministic implementation, but you set")
         if to_gpu:
             kwargs["device"] = CPU
         kwargs.pop("pin_memory", None)
@@ -413,6 +432,8 @@ class PretendGPU(TorchDispatchMode):
                 self.wait(f"{name} by a mask")
 
     def _from_host(self, source: Tensor, non_blocking: bool) -> None:
+        if self.graph is not None and source.ndim:
+            self.fault("a graph copies from the host's memory, which may hold something else then")
         if not (non_blocking and is_pinned(source)):
             self.wait("copy from the host")
 
@@ -513,6 +534,40 @@ class PretendGPU(TorchDispatchMode):
         output = func(*args, **kwargs)
         graph.calls.append((func, *given, tree_map(_alias, output)))
         return output
+
+
+def _is_unrepeatable(func: Any, name: str, args: Any) -> bool:
+    """Return whether PyTorch refuses an operation for want of a deterministic kernel."""
+    needs = {
+        "nll_loss2d_forward": lambda: args[3] != 0,  # a sum or a mean
+        "cumsum": lambda: args[0].is_floating_point(),
+        "median": lambda: func._overloadname == "dim",
+        "bincount": lambda: len(args) > 1 and args[1] is not None,
+    }
+    return name in UNREPEATABLE and needs.get(name, lambda: True)()
+
+
+def _recurrent(kernel: Any) -> Any:
+    """Return a recurrent layer's kernel that warns and refuses as cuDNN's does."""
+
+    def run(x: Tensor, *args: Any) -> Any:
+        outputs = kernel(x, *args)
+        weights = next(a for a in args if isinstance(a, list | tuple) and len(a) > 2)
+        if isinstance(x, GPUTensor):
+            if len({key_of(w.held_in) for w in weights}) > 1 or len(weights) > 4:
+                warnings.warn(
+                    "RNN module weights are not part of single contiguous chunk", stacklevel=1
+                )
+            is_training = [a for a in args if isinstance(a, bool)][1]
+            if not is_training and outputs[0].requires_grad:
+                outputs[0].register_hook(_refuse_backward)
+        return outputs
+
+    return run
+
+
+def _refuse_backward(gradient: Tensor) -> None:
+    raise RuntimeError("cudnn RNN backward can only be called in training mode")
 
 
 def _held(leaf: Any) -> Any:
@@ -640,6 +695,12 @@ def pretended_gpu() -> Iterator[PretendGPU]:
     with ExitStack() as stack:
         for name, value in patched.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        for name in ("lstm", "gru", "rnn_tanh"):
+            kernel = _recurrent(getattr(torch._VF, name))
+            stack.enter_context(mock.patch.object(torch._VF, name, kernel, create=True))
+        stack.enter_context(
+            mock.patch.object(torch.backends.cudnn, "is_acceptable", lambda _: False)
+        )
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pin))
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", is_pinned))
         mode = gpu

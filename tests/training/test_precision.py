@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import raysim
+from raysim.models.precision import allow_tf32, tf32
 
 ON, OFF = (True, True), (False, False)
 OUTSIDE = (False, True)
@@ -80,6 +81,28 @@ def test_the_process_gets_back_what_it_had(seen):
     seen("tf32")
     assert torch.backends.cudnn.allow_tf32
     assert not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_settings_of_single_operations_are_kept_and_hold_nowhere():
+    """PyTorch refuses to read `allow_tf32` after a program has set `fp32_precision`."""
+    backends = torch.backends
+    operations = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn  # pyright: ignore
+    before = [of.fp32_precision for of in operations]
+    try:
+        for mine in (["tf32"] * 3, ["ieee", "tf32", "ieee"]):
+            for of, precision in zip(operations, mine, strict=True):
+                of.fp32_precision = precision
+            restore = allow_tf32(False)
+            assert [of.fp32_precision for of in operations] == ["ieee"] * 3
+            assert not backends.cuda.matmul.allow_tf32 and not backends.cudnn.allow_tf32
+            with tf32():
+                assert [of.fp32_precision for of in operations] == ["tf32"] * 3
+            assert [of.fp32_precision for of in operations] == ["ieee"] * 3
+            restore()
+            assert [of.fp32_precision for of in operations] == mine
+    finally:
+        for of, precision in zip(operations, before, strict=True):
+            of.fp32_precision = precision
 
 
 def test_a_cpu_says_that_it_has_no_tf32(seen, caplog):

@@ -117,11 +117,12 @@ def test_streams_that_do_not_wait_for_each_other_are_noticed(left_out, trained, 
     assert trained("fedavg")[2].faults
 
 
-@pytest.mark.parametrize("rule", ["Remembers", "Masks"])
-def test_a_step_is_not_captured_if_it_waits_twice(rule, trained, source):
+@pytest.mark.parametrize("rule", ["Remembers", "Masks", "Copies"])
+def test_a_step_is_not_captured_if_it_waits_or_copies_twice(rule, trained, source):
     """The first time, a table may come to the GPU that later steps find there."""
-    _, trainer, _ = trained(None, client=f"{source('rules', RULES)}:{rule}", server="fedavg")
+    _, trainer, gpu = trained(None, client=f"{source('rules', RULES)}:{rule}", server="fedavg")
     assert trainer.has_captured == (rule == "Remembers") == (not trainer.refusals)
+    assert not gpu.faults
 
 
 def test_cuda_gets_its_variables_before_anything_computes_there(trained):

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysim.data.examples import free_bytes
 
@@ -112,14 +113,18 @@ class CudaGraphs:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Let whatever waits for the GPU raise RuntimeError. See `Graphs.asking`."""
+        """Let whatever waits for the GPU, or copies to or from it, raise RuntimeError.
+
+        See `Graphs.asking`.
+        """
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             # PyTorch warns once that it does not notice everything that waits.
             warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
             torch.cuda.set_sync_debug_mode("error")
         try:
-            yield
+            with _RefuseHostCopies():
+                yield
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
@@ -150,3 +155,24 @@ class CudaGraphs:
     def free_bytes(self, share: float) -> int:
         """Return the bytes that this process can still take. See `Graphs.free_bytes`."""
         return free_bytes(share)
+
+
+class _RefuseHostCopies(TorchDispatchMode):
+    """Refuses copies between the host and a GPU, of which PyTorch lets those pass that do not wait.
+
+    A graph would copy again at each replay, and the host may use the memory for something else.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: to skip it, PyTorch would import torch._dynamo, which takes seconds."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name == "copy_" or (name == "_to_copy" and kwargs.get("device") is not None):
+            other = args[1].device if name == "copy_" else torch.device(kwargs["device"])
+            if args[0].device.type != other.type:
+                raise RuntimeError("the step copies between the host's memory and the GPU's")
+        return func(*args, **kwargs)

@@ -70,3 +70,12 @@ class Masks(ClientRule):
         direction = task.grad(state["w"], batch)
         direction[direction < 0] *= 0.5
         return {"w": task.descend(state["w"], direction)}
+
+
+@dataclass(frozen=True)
+class Copies(ClientRule):
+    """Copies a number to the device in each step, in a way that does not wait."""
+
+    def direction(self, shared, state, batch, task):
+        half = torch.full((1,), 0.5).pin_memory()
+        return task.grad(state["w"], batch) * half.to(state["w"].device, non_blocking=True)
