@@ -363,12 +363,16 @@ def written_out(config: Config, task: LearningTask, metrics: tuple[TaskMetric, .
         task: its learning task.
         metrics: the metrics of its evaluations.
     """
-    best = config.evaluate.best or BestBy(metric="loss", mode="min")
-    if config.evaluate.best is None and metrics and metrics[0].larger_is_better is not None:
-        mode = "max" if metrics[0].larger_is_better else "min"
-        best = BestBy(metric=metrics[0].name, mode=mode)
-    update = {"metrics": tuple(map(_full_name, _metric_names(config, task), metrics)), "best": best}
-    return config.evaluate.model_copy(update=update)
+    names = tuple(map(_full_name, _metric_names(config, task), metrics))
+    best = config.evaluate.best or _default_best(metrics)
+    return config.evaluate.model_copy(update={"metrics": names, "best": best})
+
+
+def _default_best(metrics: tuple[TaskMetric, ...]) -> BestBy:
+    """Return the metric that selects the best model: the first one, if it has a direction."""
+    if not metrics or metrics[0].larger_is_better is None:
+        return BestBy(metric="loss", mode="min")
+    return BestBy(metric=metrics[0].name, mode="max" if metrics[0].larger_is_better else "min")
 
 
 def own_metrics(

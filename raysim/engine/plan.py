@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -34,14 +34,12 @@ from raysim.server.collusion import Collusion, colludes
 from raysim.server.first_broadcast import shapes_of_first_broadcast
 from raysim.system.torchvision_operators import OperatorsOfDriver
 from raysim.training.batches.batch_order import local_steps
+from raysim.training.client_start import PreparedClient
 from raysim.training.groups import ClientGroup
 from raysim.training.messages import Broadcast
 from raysim.training.personal import PersonalParts, personal_parts
-from raysim.training.trainers.trainer import TrainingMode
-
-if TYPE_CHECKING:
-    from raysim.training.client_start import PreparedClient
-    from raysim.training.trainers.trainer import ClientUpdate, Trainer
+from raysim.training.trainers.trainer import Trainer, TrainingMode
+from raysim.training.uploads.client_update import ClientUpdate
 
 
 @dataclass(frozen=True)

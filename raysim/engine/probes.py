@@ -14,7 +14,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -37,11 +37,10 @@ from raysim.rules.methods import registry
 from raysim.server.central_server import RoundCohort
 from raysim.spelling import did_you_mean
 from raysim.system.signals import failing_as
+from raysim.training.client_start import PreparedClient
 from raysim.training.messages import WorkerResult
-
-if TYPE_CHECKING:
-    from raysim.training.client_start import PreparedClient
-    from raysim.training.trainers.trainer import ClientUpdate, Measure, Trainer
+from raysim.training.trainers.trainer import Measure, Trainer
+from raysim.training.uploads.client_update import ClientUpdate
 
 BUILT_IN_PROBES = {
     "record_updates": "raysim.diagnostics.recorded_updates:RecordedUpdates",

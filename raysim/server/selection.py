@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +15,8 @@ from torch import Tensor
 from raysim.rules.client_sampling import ClientPool, SelectionPool
 from raysim.rules.contract import ServerRule, State
 from raysim.rules.errors.user_code import breach
-
-if TYPE_CHECKING:
-    from raysim.schedule import ScheduledRound
-    from raysim.training.messages import ClientResult
-
+from raysim.schedule import ScheduledRound
+from raysim.training.messages import ClientResult
 
 METRIC = "history/metric/"
 """First part of the keys under which a checkpoint has the metrics that clients reported."""

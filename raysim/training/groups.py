@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from raysim.config.schema import Config
-from raysim.rules.contract import ClientRule
+from raysim.data import Examples
+from raysim.data.partition.clients import Clients, VirtualClients
+from raysim.models.flat import Model
+from raysim.rules.contract import ClientRule, ServerRule
+from raysim.rules.public import PublicData
+from raysim.rules.task import LocalData
 from raysim.rules.upload_stages import UploadStage
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from raysim.data import Examples
-    from raysim.data.partition.clients import Clients, VirtualClients
-    from raysim.models.flat import Model
-    from raysim.rules.contract import ServerRule
-    from raysim.rules.public import PublicData
-    from raysim.rules.task import LocalData
-    from raysim.training.personal import PersonalParts
+from raysim.training.personal import PersonalParts
 
 
 @dataclass(frozen=True)

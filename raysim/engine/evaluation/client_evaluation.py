@@ -141,13 +141,10 @@ class ClientEvaluations:
         evaluations.sort(key=lambda done: done.client)
         if self.folder is not None and evaluations:
             self._write_table(version, evaluations)
-        counts = {
-            "clients/evaluated": len(evaluations),
-            **self.n_without,
-            "clients/evaluation_failed": n_failed,
-        }
+        not_evaluated = {**self.n_without, "clients/evaluation_failed": n_failed}
         return {
-            **{name: float(n) for name, n in counts.items() if n or name == "clients/evaluated"},
+            "clients/evaluated": float(len(evaluations)),
+            **{name: float(n) for name, n in not_evaluated.items() if n},
             **self._metrics(evaluations),
             "system/client_evaluation_seconds": sum(worker.seconds for worker in results.workers),
         }
@@ -188,18 +185,14 @@ class ClientEvaluations:
         import pandas as pd
 
         assert self.folder is not None
-        rows = [
-            {
-                "round": version,
-                "client": done.client,
-                "examples": done.examples,
-                **({"val_examples": done.val_examples} if self.has_val else {}),
-                "held_out": done.client in self.held_out,
-                **done.metrics,
-                **{f"{FINE_TUNED}{name}": value for name, value in done.fine_tuned.items()},
-            }
-            for done in evaluations
-        ]
+        rows = []
+        for done in evaluations:
+            row = {"round": version, "client": done.client, "examples": done.examples}
+            if self.has_val:
+                row["val_examples"] = done.val_examples
+            row["held_out"] = done.client in self.held_out
+            fine_tuned = {f"{FINE_TUNED}{name}": value for name, value in done.fine_tuned.items()}
+            rows.append({**row, **done.metrics, **fine_tuned})
         self.folder.mkdir(exist_ok=True)
         with files.whole(self.folder / f"round-{version:09d}.parquet") as partial:
             pd.DataFrame(rows).to_parquet(partial, index=False)

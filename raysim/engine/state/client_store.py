@@ -242,14 +242,10 @@ class ClientStateStore:
         kinds = {k: (row[k].dtype, row[k].shape) for k in sorted(row)}
         expected = {k: (v.dtype, v.shape[1:]) for k, v in self._rows.items()}
         if kinds != expected:
-            described, described_others = (
-                ", ".join(f"{name} {dtype}{list(shape)}" for name, (dtype, shape) in kind.items())
-                for kind in (kinds, expected)
-            )
             raise RaysimError(
-                f"client {client} keeps {described}, other clients keep {described_others}; all "
-                "clients must keep arrays of the same names, shapes and dtypes: let finish() of "
-                "the client rule return arrays like those of state()"
+                f"client {client} keeps {_described(kinds)}, other clients keep "
+                f"{_described(expected)}; all clients must keep arrays of the same names, shapes "
+                "and dtypes: let finish() of the client rule return arrays like those of state()"
             )
 
     def _place(self, client: int) -> int:
@@ -361,6 +357,11 @@ class ClientStateStore:
             "continue from the last checkpoint with `raysim resume`; a new run can use a larger "
             "disk (client_state.dir)"
         )
+
+
+def _described(kinds: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> str:
+    """Return types and shapes of a row's arrays by name, for messages."""
+    return ", ".join(f"{name} {dtype}{list(shape)}" for name, (dtype, shape) in kinds.items())
 
 
 def copy_rows(old: Path, new: Path, dir: str | None) -> None:
