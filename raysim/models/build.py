@@ -276,20 +276,9 @@ def make_net(
     of_data = {key: value for key, value in of_data.items() if key in taken}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(generator(config.seed, "init").integers(2**63)))
-        try:
-            net = factory(**of_data, **arguments)
-            if "projection" in common:
-                _add_projection(net, common["projection"], classes)
-        except ConfigError:
-            raise
-        except BaseException as error:
-            reraise_stop(error)
-            raise ConfigError(
-                f"model.name: '{name}' cannot be built: {with_cause(error)}"
-            ) from None
-    if not isinstance(net, nn.Module):
-        raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module")
-    _refuse_without_init(net)
+        net = _built(name, lambda: factory(**of_data, **arguments))
+        if "projection" in common:
+            _add_projection(net, common["projection"], classes)
     _refuse_odd_nets(net)
     _refuse_other_types(net, config.dtype)
     _set_start(net, common, getattr(torch, config.dtype))
@@ -297,6 +286,21 @@ def make_net(
         freeze(net, common["freeze"], classes)
     if inputs:
         set_inputs(net, inputs)
+    return net
+
+
+def _built(name: str, build: Callable[[], Any]) -> nn.Module:
+    """Return the net that a factory builds; whatever it raises is an error of `model.name`."""
+    try:
+        net = build()
+    except ConfigError:
+        raise
+    except BaseException as error:
+        reraise_stop(error)
+        raise ConfigError(f"model.name: '{name}' cannot be built: {with_cause(error)}") from None
+    if not isinstance(net, nn.Module):
+        raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module")
+    _refuse_without_init(net)
     return net
 
 

@@ -62,12 +62,8 @@ def vit_b_32(
         nn.init.trunc_normal_(net.conv_proj.weight, std=(shape[0] * 32 * 32) ** -0.5)
         nn.init.zeros_(net.get_parameter("conv_proj.bias"))
     if pretrained is not None:
-        head = {k: v for k, v in net.state_dict().items() if k.startswith("heads.")}
         try:
-            body = vit.interpolate_embeddings(size, 32, pretrained)
-            net.load_state_dict(
-                {**{k: v for k, v in body.items() if not k.startswith("heads.")}, **head}
-            )
+            _load_body(net, vit.interpolate_embeddings(size, 32, pretrained))
         except (RuntimeError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(
@@ -77,3 +73,10 @@ def vit_b_32(
     nn.init.ones_(net.heads.head.weight)
     nn.init.zeros_(net.heads.head.bias)
     return net if image_size is None else _Enlarged(net, image_size)
+
+
+def _load_body(net: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Load the tensors of a net by name, except for its classifier, which keeps its own."""
+    body = {name: tensor for name, tensor in tensors.items() if not name.startswith("heads.")}
+    head = {name: own for name, own in net.state_dict().items() if name.startswith("heads.")}
+    net.load_state_dict(body | head)

@@ -68,17 +68,10 @@ class FastGradient:
     def __init__(self, bound: BoundModel):
         """Find the layers of the net; `layers` stays empty if it is anything but such a chain."""
         modules = list(_leaves(bound.module[0]))
-        parameters = [parameter for module in modules for parameter in module.parameters()]
-        is_chain = (
-            all(_is_known(module) for module in modules)
-            and not any(is_modified(module) for module in bound.module.modules())
-            # No parameter is frozen or shared.
-            and list(map(id, parameters)) == list(map(id, bound.parameters))
-        )
         self._bound = bound
         self.layers: list[tuple[Forward, int]] = []
         """Each layer with its number of parameter tensors."""
-        if is_chain:
+        if _are_dense_layers(bound, modules):
             for module in modules:
                 forward = LAYERS[_kind(module)](module)
                 self.layers.append((forward, len(list(module.parameters()))))
@@ -238,6 +231,15 @@ def _leaves(module: nn.Module) -> Iterator[nn.Module]:
 def _kind(module: nn.Module) -> type:
     """Return the key of a layer in `LAYERS`: its keyed forward's type, else its own."""
     return type(vars(module).get("forward", module))
+
+
+def _are_dense_layers(bound: BoundModel, modules: list[nn.Module]) -> bool:
+    """Return whether the modules of a net are layers of `LAYERS` and nothing else computes."""
+    if not all(map(_is_known, modules)) or any(map(is_modified, bound.module.modules())):
+        return False
+    # No parameter is frozen or shared.
+    parameters = [id(parameter) for module in modules for parameter in module.parameters()]
+    return parameters == list(map(id, bound.parameters))
 
 
 def _is_known(module: nn.Module) -> bool:

@@ -79,13 +79,13 @@ class LoopTrainer(Trainer):
             return self.failed(client_task, error)
 
     def failed(self, client_task: ClientTask, error: BaseException) -> ClientUpdate:
-        """Return the update of a client whose training raised `error`, inside its handler.
+        """Return the update of a client whose training raised `error`.
 
         Args:
             client_task: the task of the client.
             error: the exception.
         """
-        return failed_update(client_task)
+        return failed_update(client_task, error)
 
     def steps_of(self, task: LoopTask, client: PreparedClient) -> LocalSteps:
         """Return the local steps of a client.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,17 +44,16 @@ class ClientUpdate:
     """Bytes of each upload that stages of `local.upload` encode."""
 
 
-def failed_update(task: ClientTask) -> ClientUpdate:
-    """Return the update of a client whose training raised the current exception.
+def failed_update(task: ClientTask, error: BaseException) -> ClientUpdate:
+    """Return the update of a client whose training raised an exception.
 
-    Call it inside an `except` block. Rules and nets are a user's code and may raise anything. The
-    engine then stops the run or continues without the client (`faults.on_client_error`).
+    Rules and nets are a user's code and may raise anything. The engine then stops the run or
+    continues without the client (`faults.on_client_error`).
 
     Args:
         task: the client and its local steps.
+        error: the exception.
     """
-    error = sys.exc_info()[1]
-    assert error is not None
     broken = described(error) if isinstance(error, ContractError) else None
     return ClientUpdate(task, error=with_traceback(error), broken=broken)
 
