@@ -20,11 +20,12 @@ def allow_tf32(allowed: bool) -> Callable[[], None]:
     products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     of_operations = products, cudnn.conv, cudnn.rnn
     # `allow_tf32` cannot be read after a program has set `fp32_precision`, which PyTorch advises.
-    before = [operations.fp32_precision for operations in of_operations]
+    before = [str(operations.fp32_precision) for operations in of_operations]
 
     def choose(of_products: str, *of_cudnn: str) -> None:
         # Both are set, so that whoever reads either finds the same.
-        products.allow_tf32, cudnn.allow_tf32 = of_products == "tf32", "tf32" in of_cudnn
+        torch.backends.cuda.matmul.allow_tf32 = of_products == "tf32"
+        torch.backends.cudnn.allow_tf32 = "tf32" in of_cudnn
         for operations, precision in zip(of_operations, (of_products, *of_cudnn), strict=True):
             operations.fp32_precision = precision
 

@@ -131,7 +131,8 @@ def _is_finite(update: Tensor) -> bool:
     """Return whether all entries of an update are finite."""
     # A sum is cheaper than a test of each entry, and NaN or infinity spreads to it; that of large
     # finite entries may overflow.
-    return bool(torch.isfinite(update.sum()) or torch.isfinite(update).all())
+    # Two calls of `bool`: around `or` it would read the first tensor from a GPU twice.
+    return bool(torch.isfinite(update.sum())) or bool(torch.isfinite(update).all())
 
 
 def first_of_size(
