@@ -23,7 +23,7 @@ from raysim.distributed.actor_calls import Actor, Reference
 from raysim.distributed.actor_health import ActorSupervisor
 from raysim.distributed.actors import ClientActor, EvalActor, NodeAggregator, ServerActor
 from raysim.distributed.block_scheduler import WorkerSpeeds
-from raysim.distributed.cluster import nodes
+from raysim.distributed.cluster import connection, nodes
 from raysim.distributed.cluster.autoscaling import await_resources
 from raysim.distributed.cluster.versions import check_source_code, source_code
 from raysim.distributed.node_traffic import ClusterTopology
@@ -171,7 +171,8 @@ class WorkerPool:
     def _connect(self, plan: Plan) -> None:
         """Connect to the cluster, await its resources and choose the server's node."""
         resources = plan.config.resources
-        self.ours = nodes.connect(resources.address, resources.actors * resources.cpus, self.log)
+        n_cpus = resources.actors * resources.cpus
+        self.ours = connection.connect(resources.address, n_cpus, self.log)
         server = {"GPU": resources.server_share}
         client = {"CPU": resources.cpus, "GPU": resources.gpus}
         await_resources(
@@ -534,10 +535,10 @@ class WorkerPool:
         if not broken:
             broken = not processes.limited(
                 lambda: [ray.kill(actor.handle) for actor in actors if actor],
-                nodes.SHUTDOWN_TIMEOUT_S,
+                connection.SHUTDOWN_TIMEOUT_S,
             )
         self.shared_buffers = {}
         self.uses_sockets = False
         self.aggregators = {}
         if self.ours:
-            nodes.leave_cluster(broken)
+            connection.leave_cluster(broken)
