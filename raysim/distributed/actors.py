@@ -30,10 +30,10 @@ with uncollected():  # the process of an actor imports torch here
     from torch import Tensor
 
     from raysim.data.examples import shared_tensor
-    from raysim.distributed import actor_calls
     from raysim.distributed.cluster.versions import SourceCode, source_code
     from raysim.distributed.heartbeats import Address, Heartbeat
-    from raysim.distributed.shared_memory import (
+    from raysim.distributed.transport import actor_calls
+    from raysim.distributed.transport.shared_memory import (
         SharedBuffer,
         SharedBufferRef,
         attach_states,

@@ -16,11 +16,11 @@ from typing import Any, Generic, TypeVar
 import ray
 from numpy.random import Generator
 
-from raysim.distributed import actor_calls
-from raysim.distributed.actor_calls import Actor, Reference, Reply
 from raysim.distributed.actors import as_groups, packed, read_broadcast, unpacked
 from raysim.distributed.round import MODEL_VERSION, ClientEvaluationRound, RayRound
-from raysim.distributed.shared_memory import SharedBufferRef
+from raysim.distributed.transport import actor_calls
+from raysim.distributed.transport.actor_calls import Actor, Reference, Reply
+from raysim.distributed.transport.shared_memory import SharedBufferRef
 from raysim.distributed.waiting import first_line
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.executor import CompletedResult, PendingServerStep, RoundResults

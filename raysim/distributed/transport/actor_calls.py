@@ -42,7 +42,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
-from raysim.distributed.socket_messages import (
+from raysim.distributed.transport.socket_messages import (
     IncomingMessage,
     Parts,
     message_of,

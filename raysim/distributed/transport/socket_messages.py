@@ -16,7 +16,7 @@ from typing import Any, cast
 import ray
 import torch
 
-from raysim.distributed.shared_memory import ALIGNMENT_BYTES
+from raysim.distributed.transport.shared_memory import ALIGNMENT_BYTES
 
 _SIZES = struct.Struct("<QQ")
 """What precedes a message: the size of its index and of all of it, in bytes."""
