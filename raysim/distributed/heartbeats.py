@@ -229,11 +229,9 @@ class Monitor:
         """
         heard = self._heard[address]
         if not heard.last:
-            return (
-                f"it has not started within {self.start_s:g} s"
-                if heard.silent_s >= self.start_s
-                else ""
-            )
+            if heard.silent_s < self.start_s:
+                return ""
+            return f"it has not started within {self.start_s:g} s"
         if heard.silent_s >= self.timeout_s:
             return f"no sign of life for {self.timeout_s:g} s (resources.timeout)"
         if self.call_timeout_s is not None and heard.call_s >= self.call_timeout_s:

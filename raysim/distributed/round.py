@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -65,7 +65,7 @@ class BlockCall:
     blocks: list[Block]
     """Blocks to train."""
 
-    outcome: WorkerResult
+    outcome: WorkerResult = field(default_factory=WorkerResult)
     """Result of the call without its vectors; empty until the call returns."""
 
     @property
@@ -242,7 +242,6 @@ class RayRound:
             recipient.node,
             recipient.gpus,
             blocks,
-            WorkerResult(),
         )
         self.traffic.sent(recipient.node, bases)
 
@@ -471,9 +470,8 @@ class ClientEvaluationRound(RayRound):
 
     def ready(self) -> bool:
         """Return whether `get` returns without waiting."""
-        return (
-            not self.retries
-            and not actor_calls.wait(list(self.waiting), num_returns=len(self.waiting), timeout=0)[
-                1
-            ]
-        )
+        if self.retries:
+            return False
+        calls = list(self.waiting)
+        _, late = actor_calls.wait(calls, num_returns=len(calls), timeout=0)
+        return not late

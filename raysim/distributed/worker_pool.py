@@ -272,11 +272,10 @@ class WorkerPool:
             why: the reason, for the log.
         """
         if (aggregator := self.aggregators.pop(node, None)) is not None:
-            self.supervisor.end(aggregator)
-            self.recoveries["system/actors_failed"] += 1
-            self.log(
+            self._end_failed(
+                aggregator,
                 f"the NodeAggregator of node {self.topology.name(node)} failed ({why}); "
-                "its blocks are trained again"
+                "its blocks are trained again",
             )
 
     def _start_workers(self) -> None:
@@ -301,20 +300,21 @@ class WorkerPool:
                 check_source_code(f"ClientActor {number}", place.code, source_code())
                 self.local.open(actor)
             except (RayError, ActorDied, ConfigError) as error:
-                self._remove_joining(number, actor, first_line(error))
+                why = first_line(error)
+                self._end_failed(actor, f"ClientActor {number} failed to start: {why}")
                 continue
             self.workers[number] = Worker(actor, place.node, place.gpus)
         for number, (actor, _) in list(self.joining.items()):
             # One that has not started may wait for free resources, which is no failure.
             if self.supervisor.has_started(actor) and (why := self.supervisor.failure(actor)):
                 del self.joining[number]
-                self._remove_joining(number, actor, why)
+                self._end_failed(actor, f"ClientActor {number} failed to start: {why}")
 
-    def _remove_joining(self, number: int, actor: Actor, why: str) -> None:
-        """End a ClientActor that failed while starting; log `why`."""
+    def _end_failed(self, actor: Actor, message: str) -> None:
+        """End an actor that has failed, count it, and log the message."""
         self.supervisor.end(actor)
         self.recoveries["system/actors_failed"] += 1
-        self.log(f"ClientActor {number} failed to start: {why}")
+        self.log(message)
 
     def available_workers(self) -> dict[int, Worker]:
         """Return the workers that are ready, by number; wait until there is at least one.
@@ -352,12 +352,11 @@ class WorkerPool:
         worker = self.workers.get(number)
         if worker is not None and (actor is None or actor is worker.actor):
             del self.workers[number]
-            self.supervisor.end(worker.actor)
             self.speeds.forget(number)
-            self.recoveries["system/actors_failed"] += 1
-            self.log(
+            self._end_failed(
+                worker.actor,
                 f"ClientActor {number} failed ({why}); {len(self.workers)} are left, "
-                "a new one starts"
+                "a new one starts",
             )
 
     # Replacing the server and the evaluator.
@@ -402,9 +401,7 @@ class WorkerPool:
             The EvalActor to use from now on.
         """
         if self.eval is None or old is self.eval:
-            self.recoveries["system/actors_failed"] += 1
-            self.log(f"the EvalActor failed ({why}); a new one starts")
-            self.supervisor.end(old)
+            self._end_failed(old, f"the EvalActor failed ({why}); a new one starts")
             self.eval = self._start_evaluator()
         return self.eval
 
