@@ -7,10 +7,10 @@ All are measured by default, each on W1, W2, LeNet-5 (w5) and GradMA:
 
 - `gradient`: the hand-written backward pass (`raysim.training.tasks.fast_gradient`) and autograd,
   CPU time of a round in loop mode in this process. It exists for chains of dense layers only.
-- `memory`: `raysim.distributed.shared_memory` and Ray's object store, CPU time of a round of all
-  processes (this one, Ray's and its two actors).
-- `sockets`: `raysim.distributed.actor_calls`, calls over sockets and through Ray, both with shared
-  memory; CPU time as for `memory`, and in a second line wall time.
+- `memory`: `raysim.distributed.transport.shared_memory` and Ray's object store, CPU time of a round
+  of all processes (this one, Ray's and its two actors).
+- `sockets`: `raysim.distributed.transport.actor_calls`, calls over sockets and through Ray, both
+  with shared memory; CPU time as for `memory`, and in a second line wall time.
 
 Further workloads: `w3`; `tinynn` and `mlp5e5`, other dense nets; `trip2e5` and `trip1e6`, in which
 two clients make one step on one example, so that a round takes little more than its round trip
@@ -190,14 +190,16 @@ def measure_memory(name: str, given: argparse.Namespace) -> None:
     def no_memory(size: int) -> None:
         raise OSError("switched off")
 
-    without = mock.patch("raysim.distributed.shared_memory.SharedBuffer.new", no_memory)
+    without = mock.patch("raysim.distributed.transport.shared_memory.SharedBuffer.new", no_memory)
     cpu, _ = take_turns_on_actors(name, "memory", given, without)
     report("memory", name, *cpu)
 
 
 def measure_sockets(name: str, given: argparse.Namespace) -> None:
     """Compare calls over sockets with calls through Ray, on two actors."""
-    without = mock.patch("raysim.distributed.actor_calls.Actor.connect", lambda self, timeout: None)
+    without = mock.patch(
+        "raysim.distributed.transport.actor_calls.Actor.connect", lambda self, timeout: None
+    )
     cpu, wall = take_turns_on_actors(name, "sockets", given, without)
     report("sockets", name, *cpu)
     report("sockets, wall", name, *wall)

@@ -13,9 +13,9 @@ from typing import Any
 
 import ray
 
-from raysim.distributed import actor_calls
-from raysim.distributed.actor_calls import Actor, Reference
 from raysim.distributed.heartbeats import Address, Monitor
+from raysim.distributed.transport import actor_calls
+from raysim.distributed.transport.actor_calls import Actor, Reference
 from raysim.distributed.waiting import POLL_INTERVAL_S, get
 from raysim.engine.failure_policy import ActorDied
 from raysim.errors import RaysimError, ServerStateLost

@@ -30,10 +30,10 @@ with uncollected():  # the process of an actor imports torch here
     from torch import Tensor
 
     from raysim.data.examples import shared_tensor
-    from raysim.distributed import actor_calls
     from raysim.distributed.cluster.versions import SourceCode, source_code
     from raysim.distributed.heartbeats import Address, Heartbeat
-    from raysim.distributed.shared_memory import (
+    from raysim.distributed.transport import actor_calls
+    from raysim.distributed.transport.shared_memory import (
         SharedBuffer,
         SharedBufferRef,
         attach_states,
@@ -218,19 +218,14 @@ class ClientActor(_Actor):
         if states is not None:
             tasks = [task for block in blocks for task in block.tasks]
             attach_states(tasks, self.shared_buffers[states.writer].read(states))
-        versions = {
-            base: read_broadcast(self._fetch(broadcast))
-            for base, broadcast in zip(bases, broadcasts, strict=True)
-        }
-        outcome = self.trainer.train(versions, blocks)
-        rows = {
-            f"{key}/{i}": row
-            for key, client_rows in outcome.rows.items()
-            for i, row in enumerate(client_rows)
-        }
+        versions = map(read_broadcast, map(self._fetch, broadcasts))
+        outcome = self.trainer.train(dict(zip(bases, versions, strict=True)), blocks)
+        rows = {}
+        for key, client_rows in outcome.rows.items():
+            for i, row in enumerate(client_rows):
+                rows[f"{key}/{i}"] = row
         limbs = as_limbs(outcome.sums)
-        size = sum(t.nbytes for t in limbs.values()), sum(t.nbytes for t in rows.values())
-        result = replace(outcome, sums={}, rows={}, bytes=size)
+        result = replace(outcome, sums={}, rows={}, bytes=(_nbytes(limbs), _nbytes(rows)))
         kept = None
         if not again and (name := states_of(self.name)) in self.shared_buffers:
             result.clients, kept = move_states(result.clients, name, self.shared_buffers[name])
@@ -263,7 +258,7 @@ class NodeAggregator(_Actor):
         sums = [read_limbs(self._fetch(upload)["sums"]) for upload in uploads]
         total = {name: combine([vectors[name] for vectors in sums], bound) for name in sums[0]}
         limbs = as_limbs(total)
-        return packed({"sums": limbs}), sum(t.nbytes for t in limbs.values())
+        return packed({"sums": limbs}), _nbytes(limbs)
 
 
 class ServerActor(_Actor):
@@ -448,6 +443,11 @@ class EvalActor(_Actor):
             RaysimError: the net or a probe failed.
         """
         return self.evaluator.evaluate(read_broadcast(self._fetch(broadcast)), parts)
+
+
+def _nbytes(tensors: dict[str, Tensor]) -> int:
+    """Return the size of tensors in bytes."""
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def as_limbs(sums: dict[str, FixedTotal]) -> dict[str, Tensor]:

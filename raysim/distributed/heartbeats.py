@@ -33,7 +33,7 @@ import ray
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
-from raysim.distributed.cluster import nodes
+from raysim.distributed.cluster import connection
 from raysim.errors import RaysimError
 from raysim.system import processes
 from raysim.system.processes import Process
@@ -192,7 +192,7 @@ class Monitor:
         self._home = ray.get_runtime_context().get_node_id()
         self._store: Any = internal_kv.internal_kv_get_gcs_client()
         self._look_at_nodes()
-        self._vital = nodes.vital_processes()
+        self._vital = connection.vital_processes()
         self._threads = [
             threading.Thread(target=self._read, name="raysim-monitor", daemon=True),
             threading.Thread(target=self._watch, name="raysim-watch", daemon=True),
@@ -229,11 +229,9 @@ class Monitor:
         """
         heard = self._heard[address]
         if not heard.last:
-            return (
-                f"it has not started within {self.start_s:g} s"
-                if heard.silent_s >= self.start_s
-                else ""
-            )
+            if heard.silent_s < self.start_s:
+                return ""
+            return f"it has not started within {self.start_s:g} s"
         if heard.silent_s >= self.timeout_s:
             return f"no sign of life for {self.timeout_s:g} s (resources.timeout)"
         if self.call_timeout_s is not None and heard.call_s >= self.call_timeout_s:
@@ -320,7 +318,7 @@ class Monitor:
             if self.broken:
                 broken_s += elapsed
                 if broken_s >= NOTICE_TIMEOUT_S:
-                    processes.end_process(self.broken, nodes.started_here())
+                    processes.end_process(self.broken, connection.started_here())
             elif self._has_vital_processes():
                 self._head_listens(elapsed)
 
@@ -364,10 +362,10 @@ class Monitor:
         Ray's own calls block while nothing does. One that restarts is waited for.
         """
         try:
-            nodes.knock(self._head, MAX_INTERVAL_S)
+            connection.knock(self._head, MAX_INTERVAL_S)
         except OSError:
             self._gone_s += elapsed
-            limit_s = HEAD_GONE_SHARE * float(os.environ.get(nodes.RECONNECT_VARIABLE, 60))
+            limit_s = HEAD_GONE_SHARE * float(os.environ.get(connection.RECONNECT_VARIABLE, 60))
             if self._gone_s >= limit_s:
                 self.broken = (
                     f"the head node of Ray is gone: nothing has listened at {self._head} for "

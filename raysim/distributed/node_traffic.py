@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from raysim.distributed.cluster import nodes
 from raysim.training.messages import WorkerResult
@@ -79,11 +80,9 @@ class RoundTraffic:
         self.versions |= outcome.versions
         work = {"busy_seconds": outcome.seconds, "clients": len(outcome.ids)}
         name = self.topology.name(node)
-        for counter in (
-            self.nodes.setdefault(name, Counter(bytes_up=0)),
-            *(self._gpu(name, gpu) for gpu in gpus),
-        ):
-            counter.update(work)
+        self.nodes.setdefault(name, Counter(bytes_up=0)).update(work)
+        for gpu in gpus:
+            self.gpus.setdefault(f"{name}/gpu{gpu}", Counter()).update(work)
 
     def up(self, node: str, size: int) -> None:
         """Record an upload of `size` bytes from `node`.
@@ -94,10 +93,6 @@ class RoundTraffic:
         """
         if node != self.topology.server:
             self.nodes.setdefault(self.topology.name(node), Counter()).update(bytes_up=size)
-
-    def _gpu(self, node: str, gpu: str) -> Counter[str]:
-        """Return the counter of a GPU."""
-        return self.gpus.setdefault(f"{node}/gpu{gpu}", Counter())
 
     def figures(self, actors: int) -> dict[str, float]:
         """Return the metrics of the round, and set the start of the next one.
@@ -120,15 +115,16 @@ class RoundTraffic:
             metrics["system/network/bytes_up"] = float(
                 sum(counter["bytes_up"] for counter in self.nodes.values())
             )
-            metrics |= _node_metrics(self.nodes)
-        return metrics | (_node_metrics(self.gpus) if len(self.gpus) > 1 else {})
+            metrics |= _metrics_of_each(self.nodes, "node")
+        if len(self.gpus) > 1:
+            metrics |= _metrics_of_each(self.gpus, "gpu")
+        return metrics
 
 
-def _node_metrics(counters: Mapping[str, Counter[str]]) -> dict[str, float]:
+def _metrics_of_each(counters: Mapping[str, Counter[str]], level: str) -> dict[str, float]:
     """Return metrics of each node or GPU; of many, the smallest and largest values."""
-    level = "gpu" if any("/gpu" in name for name in counters) else "node"
     metrics = {}
-    for kind in dict.fromkeys(kind for counter in counters.values() for kind in counter):
+    for kind in dict.fromkeys(chain.from_iterable(counters.values())):
         values = {name: float(counter[kind]) for name, counter in counters.items()}
         if len(counters) <= MAX_LISTED_NODES:
             metrics |= {f"system/node/{name}/{kind}": value for name, value in values.items()}

@@ -16,11 +16,11 @@ from typing import Any, Generic, TypeVar
 import ray
 from numpy.random import Generator
 
-from raysim.distributed import actor_calls
-from raysim.distributed.actor_calls import Actor, Reference, Reply
 from raysim.distributed.actors import as_groups, packed, read_broadcast, unpacked
 from raysim.distributed.round import MODEL_VERSION, ClientEvaluationRound, RayRound
-from raysim.distributed.shared_memory import SharedBufferRef
+from raysim.distributed.transport import actor_calls
+from raysim.distributed.transport.actor_calls import Actor, Reference, Reply
+from raysim.distributed.transport.shared_memory import SharedBufferRef
 from raysim.distributed.waiting import first_line
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.executor import CompletedResult, PendingServerStep, RoundResults
@@ -104,8 +104,10 @@ class RayExecutor:
             The metrics, as a future, and a reference to the next model version.
         """
         sent = self._sent(trained, bases)
-        metrics, broadcast = self.pool.server.call("advance", round, following, *sent)
-        return PendingServerStep(self._metrics_of(round, metrics), broadcast)
+        server = self.pool.server
+        metrics, broadcast = server.call("advance", round, following, *sent)
+        future = RayFuture(self.pool, metrics, _update_of(round), server)
+        return PendingServerStep(future, broadcast)
 
     def update(
         self,
@@ -120,8 +122,8 @@ class RayExecutor:
             trained: its uploads, as references.
             bases: references to the model versions that the clients started from, by number.
         """
-        (metrics,) = self.pool.server.call("update", round, *self._sent(trained, bases))
-        return self._metrics_of(round, metrics)
+        sent = self._sent(trained, bases)
+        return self._of_server(_update_of(round), "update", round, *sent)
 
     def _sent(self, trained: RoundResults, bases: Mapping[int, Reference]) -> tuple[Any, ...]:
         """Return uploads and versions as the arguments of a server update."""
@@ -131,10 +133,11 @@ class RayExecutor:
         # Each vector is an argument: Ray replaces references by their values there, not in lists.
         return uploads, list(sent_bases), *vectors, *sent_bases.values()
 
-    def _metrics_of(self, round: RoundCohort, metrics: Reference) -> RayFuture[dict[str, float]]:
-        """Return the metrics of a server update as a future."""
-        awaited = f"the server update of {round_name(round.t)}"
-        return RayFuture(self.pool, metrics, awaited, self.pool.server)
+    def _of_server(self, awaited: str, method: str, *arguments: Any) -> RayFuture[Any]:
+        """Call a method of the server that has one result, and return it as a future."""
+        server = self.pool.server
+        (result,) = server.call(method, *arguments)
+        return RayFuture(self.pool, result, awaited, server)
 
     def candidates(self, pool: SelectionPool, rng: Generator) -> RayFuture[Candidates]:
         """Ask the server rule for the candidates of a round, and return them as a future.
@@ -143,9 +146,8 @@ class RayExecutor:
             pool: the number of the round, and the clients to select from.
             rng: generator that is keyed by seed and round.
         """
-        server = self.pool.server
-        (named,) = server.call("candidates", pool, rng)
-        return RayFuture(self.pool, named, f"the candidates of {round_name(pool.round)}", server)
+        awaited = f"the candidates of {round_name(pool.round)}"
+        return self._of_server(awaited, "candidates", pool, rng)
 
     def select(self, pool: SelectionPool, rng: Generator) -> RayFuture[list[int]]:
         """Ask the server rule for the clients of a round, and return them as a future.
@@ -154,9 +156,8 @@ class RayExecutor:
             pool: the number of the round, and the clients to select from.
             rng: generator that is keyed by seed and round.
         """
-        server = self.pool.server
-        (selected,) = server.call("select", pool, rng)
-        return RayFuture(self.pool, selected, f"the selection of {round_name(pool.round)}", server)
+        awaited = f"the selection of {round_name(pool.round)}"
+        return self._of_server(awaited, "select", pool, rng)
 
     def evaluate(
         self, broadcast: Reference, parts: EvaluationParts
@@ -191,15 +192,9 @@ class RayExecutor:
 
     def snapshot(self) -> RayFuture[State]:
         """Return the server's state, as tensors on the CPU, as a future."""
-        server = self.pool.server
-        (snapshot,) = server.call("snapshot")
-        return RayFuture(
-            self.pool,
-            snapshot,
-            "the server's state",
-            server,
-            read=lambda value: unpacked(value, "cpu"),
-        )
+        future = self._of_server("the server's state", "snapshot")
+        future.read = lambda arrays: unpacked(arrays, "cpu")
+        return future
 
     def restore(self, snapshot: State) -> None:
         """Set the server's state.
@@ -211,9 +206,7 @@ class RayExecutor:
             ServerStateLost: the server has failed.
             RaysimError: Ray itself has failed, or the server raised an error.
         """
-        server = self.pool.server
-        (restored,) = server.call("restore", packed(snapshot))
-        self.pool.supervisor.wait(restored, "the server to restore its state", server)
+        self._of_server("the server to restore its state", "restore", packed(snapshot)).get()
 
     def download_version(self, broadcast: Reference) -> Broadcast:
         """Return a model version, on the CPU.
@@ -225,12 +218,10 @@ class RayExecutor:
             ServerStateLost: the server has failed.
             RaysimError: Ray itself has failed, or the server raised an error.
         """
-        server = self.pool.server
-        version = self.pool.supervisor.wait(broadcast, MODEL_VERSION, server)
+        version = self.pool.supervisor.wait(broadcast, MODEL_VERSION, self.pool.server)
         # The driver does not open the shared buffers, so the server publishes this version again.
         if isinstance(version, SharedBufferRef):
-            (published,) = server.call("publish", False)
-            version = self.pool.supervisor.wait(published, "the last version of the model", server)
+            version = self._of_server("the last version of the model", "publish", False).get()
         return read_broadcast(unpacked(version, "cpu"))
 
     def upload_version(self, version: Broadcast) -> Reference:
@@ -253,6 +244,11 @@ class RayExecutor:
         self.pool.close()
 
 
+def _update_of(round: RoundCohort) -> str:
+    """Return the name of a server update, for errors."""
+    return f"the server update of {round_name(round.t)}"
+
+
 class RayFuture(Generic[T]):
     """Future result of an actor.
 
@@ -261,7 +257,6 @@ class RayFuture(Generic[T]):
         reference: reference to the result.
         awaited: the result's name in errors.
         *actors: the actor that computes the result, then the actors whose results it needs.
-        read: computes the result from the received value; by default they are the same.
     """
 
     def __init__(
@@ -270,13 +265,13 @@ class RayFuture(Generic[T]):
         reference: Reference,
         awaited: str,
         *actors: Actor,
-        read: Callable[[Any], T] = lambda value: value,
     ):
         self.pool = pool
         self.reference = reference
         self.awaited = awaited
         self.actors = actors
-        self.read = read
+        self.read: Callable[[Any], T] = lambda value: value
+        """Computes the result from the received value."""
 
     def ready(self) -> bool:
         """Return whether `get` returns without waiting."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
 from ray.exceptions import RayError, RayTaskError
 
-from raysim.distributed import actor_calls
-from raysim.distributed.actor_calls import Actor, Reference, Reply
 from raysim.distributed.block_scheduler import BlockScheduler, WorkerSpeeds, count_local_steps
 from raysim.distributed.node_traffic import RoundTraffic
-from raysim.distributed.shared_memory import attach_states
+from raysim.distributed.transport import actor_calls
+from raysim.distributed.transport.actor_calls import Actor, Reference, Reply
+from raysim.distributed.transport.shared_memory import attach_states
 from raysim.distributed.waiting import POLL_INTERVAL_S, first_line, translated
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.executor import RoundResults
@@ -65,7 +65,7 @@ class BlockCall:
     blocks: list[Block]
     """Blocks to train."""
 
-    outcome: WorkerResult
+    outcome: WorkerResult = field(default_factory=WorkerResult)
     """Result of the call without its vectors; empty until the call returns."""
 
     @property
@@ -229,7 +229,9 @@ class RayRound:
         """Dispatch `blocks` to a worker; `again`: the worker may have sent a result already."""
         bases = {task.base: self.broadcasts[task.base] for block in blocks for task in block.tasks}
         recipient = self.pool.workers[worker]
-        sent, states = (blocks, None) if again else self.pool.share_states(worker, blocks)
+        sent, states = blocks, None
+        if not again:
+            sent, states = self.pool.local.share_states(worker, recipient.actor, blocks)
         *vectors, result = recipient.actor.call(
             "train", sent, again, states, list(bases), *bases.values()
         )
@@ -240,7 +242,6 @@ class RayRound:
             recipient.node,
             recipient.gpus,
             blocks,
-            WorkerResult(),
         )
         self.traffic.sent(recipient.node, bases)
 
@@ -280,7 +281,7 @@ class RayRound:
             return
         result, states = result
         if states is not None:
-            attach_states(result.clients, self.pool.shared_buffers[states.writer].read(states))
+            attach_states(result.clients, self.pool.local.buffers[states.writer].read(states))
         call.outcome = result
         self.seconds[call.worker] += result.seconds
         self.speeds.observe(call.worker, count_local_steps(call.blocks), result.seconds)
@@ -469,9 +470,8 @@ class ClientEvaluationRound(RayRound):
 
     def ready(self) -> bool:
         """Return whether `get` returns without waiting."""
-        return (
-            not self.retries
-            and not actor_calls.wait(list(self.waiting), num_returns=len(self.waiting), timeout=0)[
-                1
-            ]
-        )
+        if self.retries:
+            return False
+        calls = list(self.waiting)
+        _, late = actor_calls.wait(calls, num_returns=len(calls), timeout=0)
+        return not late

@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from raysim.distributed import actor_calls
+from raysim.distributed.transport import actor_calls
 from raysim.engine.failure_policy import ActorDied
 from raysim.errors import ConfigError, RaysimError, ServerStateLost
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import count, islice
+from dataclasses import dataclass
+from itertools import count
 from typing import Any, cast
 
 import ray
@@ -19,38 +18,24 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysim.config.sections.schedule import Sync
-from raysim.distributed.actor_calls import Actor, Reference
 from raysim.distributed.actor_health import ActorSupervisor
 from raysim.distributed.actors import ClientActor, EvalActor, NodeAggregator, ServerActor
 from raysim.distributed.block_scheduler import WorkerSpeeds
-from raysim.distributed.cluster import nodes
+from raysim.distributed.cluster import connection, nodes
 from raysim.distributed.cluster.autoscaling import await_resources
 from raysim.distributed.cluster.versions import check_source_code, source_code
 from raysim.distributed.node_traffic import ClusterTopology
-from raysim.distributed.shared_memory import (
-    ALIGNMENT_BYTES,
-    SharedBuffer,
-    SharedBufferRef,
-    move_states,
-    states_of,
-)
-from raysim.distributed.waiting import POLL_INTERVAL_S, first_line, translated
+from raysim.distributed.transport.actor_calls import Actor, Reference
+from raysim.distributed.transport.local_transport import LocalTransport
+from raysim.distributed.waiting import POLL_INTERVAL_S, first_line
 from raysim.engine.failure_policy import ActorDied, Decision, FailurePolicy, Work
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules.uploads import sums
 from raysim.system import processes, startup_stages
-from raysim.training.messages import Block, ClientTask
 
 RECOVERIES = ("system/actors_failed", "system/blocks_retried", "system/server_restarts")
 """Metrics that count the failures that a run has recovered from."""
-
-MAX_SHARED_BUFFER_BYTES = 64 * 2**20
-"""Largest size of a shared buffer. In a run with larger messages, calls go through Ray."""
-
-
-CONNECT_TIMEOUT_S = 60.0
-"""Longest time that an actor has to connect to the driver's socket, in seconds."""
 
 
 @dataclass
@@ -95,10 +80,8 @@ class WorkerPool:
         """NodeAggregators by node id."""
         self.speeds = WorkerSpeeds()
         """Measured speed of each worker, which the block schedulers of all rounds share."""
-        self.shared_buffers: dict[str, SharedBuffer] = {}
-        """Shared buffers by writer; empty if the run uses the object store."""
-        self.uses_sockets = False
-        """Whether the actors are called over sockets."""
+        self.local = LocalTransport(self.supervisor, log)
+        """Shared buffers and sockets; none if actors are on several nodes."""
 
     @property
     def server(self) -> Actor:
@@ -142,8 +125,10 @@ class WorkerPool:
         used_nodes = self._await_first_actors()
         # An asynchronous run has several versions and rounds in flight at a time.
         if isinstance(plan.config.schedule, Sync) and used_nodes == {self.home}:
-            self._create_shared_buffers(plan)
-            self._open_local(self.server, first=True)
+            (version_bytes,) = self.server.call("version_bytes")
+            size = self.supervisor.wait(version_bytes, "the model's size", self.server)
+            self.local.create_buffers(plan, self.wanted, size)
+            self.local.open(self.server, first=True)
         self._await_workers(self.supervisor.start_timeout_s)
         if plan.evaluates and resources.server_share:
             self.eval = self._start_evaluator()
@@ -171,7 +156,8 @@ class WorkerPool:
     def _connect(self, plan: Plan) -> None:
         """Connect to the cluster, await its resources and choose the server's node."""
         resources = plan.config.resources
-        self.ours = nodes.connect(resources.address, resources.actors * resources.cpus, self.log)
+        n_cpus = resources.actors * resources.cpus
+        self.ours = connection.connect(resources.address, n_cpus, self.log)
         server = {"GPU": resources.server_share}
         client = {"CPU": resources.cpus, "GPU": resources.gpus}
         await_resources(
@@ -201,7 +187,7 @@ class WorkerPool:
         """
         # The pool replaces actors itself; a server that Ray restarts would have its initial state.
         options = {"num_cpus": 0, "num_gpus": 0, "max_restarts": 0, **more}
-        if self.shared_buffers:
+        if self.local.buffers:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.home, soft=False)
         elif ray.util.get_current_placement_group() is not None and (
             options["num_cpus"] or options["num_gpus"]
@@ -286,11 +272,10 @@ class WorkerPool:
             why: the reason, for the log.
         """
         if (aggregator := self.aggregators.pop(node, None)) is not None:
-            self.supervisor.end(aggregator)
-            self.recoveries["system/actors_failed"] += 1
-            self.log(
+            self._end_failed(
+                aggregator,
                 f"the NodeAggregator of node {self.topology.name(node)} failed ({why}); "
-                "its blocks are trained again"
+                "its blocks are trained again",
             )
 
     def _start_workers(self) -> None:
@@ -313,22 +298,23 @@ class WorkerPool:
             try:
                 place = ray.get(ready, timeout=self.timeout)
                 check_source_code(f"ClientActor {number}", place.code, source_code())
-                self._open_local(actor)
+                self.local.open(actor)
             except (RayError, ActorDied, ConfigError) as error:
-                self._remove_joining(number, actor, first_line(error))
+                why = first_line(error)
+                self._end_failed(actor, f"ClientActor {number} failed to start: {why}")
                 continue
             self.workers[number] = Worker(actor, place.node, place.gpus)
         for number, (actor, _) in list(self.joining.items()):
             # One that has not started may wait for free resources, which is no failure.
             if self.supervisor.has_started(actor) and (why := self.supervisor.failure(actor)):
                 del self.joining[number]
-                self._remove_joining(number, actor, why)
+                self._end_failed(actor, f"ClientActor {number} failed to start: {why}")
 
-    def _remove_joining(self, number: int, actor: Actor, why: str) -> None:
-        """End a ClientActor that failed while starting; log `why`."""
+    def _end_failed(self, actor: Actor, message: str) -> None:
+        """End an actor that has failed, count it, and log the message."""
         self.supervisor.end(actor)
         self.recoveries["system/actors_failed"] += 1
-        self.log(f"ClientActor {number} failed to start: {why}")
+        self.log(message)
 
     def available_workers(self) -> dict[int, Worker]:
         """Return the workers that are ready, by number; wait until there is at least one.
@@ -366,109 +352,12 @@ class WorkerPool:
         worker = self.workers.get(number)
         if worker is not None and (actor is None or actor is worker.actor):
             del self.workers[number]
-            self.supervisor.end(worker.actor)
             self.speeds.forget(number)
-            self.recoveries["system/actors_failed"] += 1
-            self.log(
+            self._end_failed(
+                worker.actor,
                 f"ClientActor {number} failed ({why}); {len(self.workers)} are left, "
-                "a new one starts"
+                "a new one starts",
             )
-
-    # Shared memory.
-
-    def _create_shared_buffers(self, plan: Plan) -> None:
-        """Create a shared buffer for the server and each ClientActor.
-
-        If the machine has too little shared memory, the run uses the object store.
-        """
-        P, Q = plan.problem.size, plan.initial[1].numel()
-        # What most rounds send. A message with more limbs is sent as it is.
-        limbs = 2 if plan.config.dtype == "float64" else 1
-        up = (limbs * len(sums(plan.server.uploads)) * P + 2 * limbs * Q) * 8
-        rows = len(plan.sent_per_client) * plan.config.schedule.size * (P + Q) * 8
-        sizes = {f"client {i}": up + rows for i in range(self.wanted)}
-        (version_bytes,) = self.server.call("version_bytes")
-        sizes["server"] = self.supervisor.wait(version_bytes, "the model's size", self.server)
-        try:
-            self.shared_buffers = {
-                # With room for the alignment of the arrays.
-                name: SharedBuffer.new(min(size, MAX_SHARED_BUFFER_BYTES) + 4096)
-                for name, size in sizes.items()
-            }
-            self.uses_sockets = max(sizes.values()) <= MAX_SHARED_BUFFER_BYTES
-        except OSError as error:
-            self.log(f"no shared memory ({error}); the object store is used instead")
-
-    def _open_local(self, actor: Actor, first: bool = False) -> None:
-        """Open all shared buffers in `actor`, and call it over a socket from now on.
-
-        If the `first` actor cannot be reached over one, calls of all actors go through Ray.
-
-        Do nothing in a run without shared buffers. If they are too small for some messages, calls
-        go through Ray, whose object store takes these past the driver.
-        """
-        if self.shared_buffers:
-            paths = {name: buffer.path for name, buffer in self.shared_buffers.items()}
-            (opened,) = actor.call("open_shared_buffers", paths)
-            self.supervisor.wait(opened, "an actor to open the shared memory", actor)
-        if self.uses_sockets:
-            try:
-                actor.connect(min(self.timeout, CONNECT_TIMEOUT_S))
-            except (RayError, OSError) as error:
-                if first:
-                    self.log(f"no sockets ({first_line(error)}); calls go through Ray instead")
-                    self.uses_sockets = False
-                    return
-                if isinstance(error, OSError):
-                    raise
-                raise translated(error, "an actor that connects to the driver") from None
-
-    def share_states(
-        self, number: int, blocks: list[Block]
-    ) -> tuple[list[Block], SharedBufferRef | None]:
-        """Write the states of clients into a shared buffer for a worker.
-
-        Args:
-            number: number of the ClientActor.
-            blocks: the blocks that it will train.
-
-        Returns:
-            The blocks without states, and the place of the states. Without shared buffers, the
-            blocks as they are, and None.
-        """
-        tasks = [task for block in blocks for task in block.tasks]
-        if not self.shared_buffers or not any(task.client_state for task in tasks):
-            return blocks, None
-        name = states_of(f"the driver for client {number}")
-        self._make_state_buffers(number, name, tasks)
-        if name not in self.shared_buffers:
-            return blocks, None
-        tasks, place = move_states(tasks, name, self.shared_buffers[name])
-        remaining = iter(tasks)
-        sent = [replace(block, tasks=list(islice(remaining, len(block.tasks)))) for block in blocks]
-        return sent, place
-
-    def _make_state_buffers(self, number: int, name: str, tasks: list[ClientTask]) -> None:
-        """Allocate shared buffers for the states that a worker gets and returns, if they need more.
-
-        How large a state is shows when the first clients have returned theirs.
-        """
-        states = [task.client_state for task in tasks if task.client_state is not None]
-        arrays = [array for state in states for array in state.values()]
-        size = sum(array.nbytes + ALIGNMENT_BYTES for array in arrays)
-        buffer = self.shared_buffers.get(name)
-        if size > MAX_SHARED_BUFFER_BYTES or (buffer is not None and buffer.size >= size):
-            return
-        try:
-            made = {n: SharedBuffer.new(size) for n in (name, states_of(f"client {number}"))}
-        except OSError as error:
-            self.log(f"no shared memory for what clients keep ({error}); it is sent as it is")
-            return
-        self.shared_buffers |= made
-        actor = self.workers[number].actor
-        (opened,) = actor.call("open_shared_buffers", {n: made[n].path for n in made})
-        with suppress(ActorDied):  # of this worker: then its next call fails too
-            self.supervisor.wait(opened, "an actor to open the shared memory", actor)
 
     # Replacing the server and the evaluator.
 
@@ -492,7 +381,7 @@ class WorkerPool:
                 )
                 check_source_code("the ServerActor", place.code, source_code())
                 self._set_server_node(place.node)
-                self._open_local(self.server)
+                self.local.open(self.server)
                 return
             except ActorDied as died:
                 decision = self.failure_policy.decide(died, Work.SERVER_START, attempt)
@@ -512,9 +401,7 @@ class WorkerPool:
             The EvalActor to use from now on.
         """
         if self.eval is None or old is self.eval:
-            self.recoveries["system/actors_failed"] += 1
-            self.log(f"the EvalActor failed ({why}); a new one starts")
-            self.supervisor.end(old)
+            self._end_failed(old, f"the EvalActor failed ({why}); a new one starts")
             self.eval = self._start_evaluator()
         return self.eval
 
@@ -525,19 +412,18 @@ class WorkerPool:
         # The monitor stops first: its requests would start another Ray after the shutdown.
         broken = self.supervisor.ray_is_broken
         self.supervisor.stop()
-        actors = [*self.aggregators.values(), self._server, self.eval]
+        actors = list(self.aggregators.values())
         actors += [worker.actor for worker in self.workers.values()]
         actors += [actor for actor, _ in self.joining.values()]
+        actors += [actor for actor in (self._server, self.eval) if actor is not None]
         for actor in actors:
-            if actor is not None:
-                actor.close()
+            actor.close()
         if not broken:
             broken = not processes.limited(
-                lambda: [ray.kill(actor.handle) for actor in actors if actor],
-                nodes.SHUTDOWN_TIMEOUT_S,
+                lambda: [ray.kill(actor.handle) for actor in actors],
+                connection.SHUTDOWN_TIMEOUT_S,
             )
-        self.shared_buffers = {}
-        self.uses_sockets = False
+        self.local.close()
         self.aggregators = {}
         if self.ours:
-            nodes.leave_cluster(broken)
+            connection.leave_cluster(broken)

@@ -128,9 +128,9 @@ def _check_ray() -> tuple[bool, str]:
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     import ray
 
-    from raysim.distributed.cluster import loopback, nodes
+    from raysim.distributed.cluster import connection, loopback
 
-    started = nodes.connect(None, 1, lambda line: None)
+    started = connection.connect(None, 1, lambda line: None)
     try:
         have = ray.cluster_resources()
         size = (
@@ -155,7 +155,7 @@ def _check_ray() -> tuple[bool, str]:
         return True, f"{reach}: {size}"
     finally:
         if started:
-            nodes.leave_cluster()
+            connection.leave_cluster()
 
 
 def _check_runs() -> tuple[bool, str]:

@@ -23,7 +23,7 @@ def actors(local_ray):
     """Two actors that are called over sockets."""
     import ray
 
-    from raysim.distributed import actor_calls
+    from raysim.distributed.transport import actor_calls
 
     class Counter:
         def __init__(self) -> None:
@@ -73,14 +73,14 @@ def actors(local_ray):
 
 
 def result(actor: Any, method: str, *arguments: Any) -> Any:
-    from raysim.distributed import actor_calls
+    from raysim.distributed.transport import actor_calls
 
     (reply,) = actor.call(method, *arguments)
     return actor_calls.get(reply, 60)
 
 
 def test_results_arrive_in_the_order_of_the_calls(actors):
-    from raysim.distributed.actor_calls import get, wait
+    from raysim.distributed.transport.actor_calls import get, wait
 
     replies = [actors[0].call("count", i)[0] for i in range(5)]
     assert len(wait(replies, num_returns=5, timeout=60)[0]) == 5
@@ -91,7 +91,7 @@ def test_results_arrive_in_the_order_of_the_calls(actors):
 
 def test_an_actor_gets_the_values_of_results_in_the_order_of_its_calls(actors):
     """The second call could be sent at once; the first has to wait for another actor."""
-    from raysim.distributed.actor_calls import get, wait
+    from raysim.distributed.transport.actor_calls import get, wait
 
     array = np.arange(400_000, dtype=np.float64)
     (slow,) = actors[0].call("double", array, 0.3)
@@ -105,7 +105,7 @@ def test_an_actor_gets_the_values_of_results_in_the_order_of_its_calls(actors):
 
 def test_large_messages_in_both_directions_do_not_block_each_other(actors):
     """The actor sends while the driver does: neither waits for ever that the other one reads."""
-    from raysim.distributed.actor_calls import get, wait
+    from raysim.distributed.transport.actor_calls import get, wait
 
     arrays = [np.full(BIG, i, np.uint8) for i in range(6)]
     replies = [actors[0].call("double", array)[0] for array in arrays]
@@ -135,7 +135,7 @@ def test_errors_are_those_of_the_method_and_the_actor_goes_on(actors):
 def test_calls_of_a_dead_actor_fail_with_the_reason(actors):
     from ray.exceptions import RayActorError, RayTaskError
 
-    from raysim.distributed.actor_calls import get, wait
+    from raysim.distributed.transport.actor_calls import get, wait
 
     doomed = actors[2]
     pid = result(doomed, "pid")
@@ -156,7 +156,7 @@ def test_calls_of_a_dead_actor_fail_with_the_reason(actors):
 def test_a_wait_ends_at_its_limit(actors):
     from ray.exceptions import GetTimeoutError
 
-    from raysim.distributed.actor_calls import get
+    from raysim.distributed.transport.actor_calls import get
 
     (slow,) = actors[0].call("double", np.zeros(2), 0.5)
     with pytest.raises(GetTimeoutError, match="double"):
@@ -170,7 +170,7 @@ def test_a_process_of_another_user_is_not_let_in(monkeypatch):
 
     import ray
 
-    from raysim.distributed import actor_calls
+    from raysim.distributed.transport import actor_calls
 
     address = "\0raysim-test"
     never = ray.remote(num_cpus=0)(lambda: time.sleep(30)).remote()
@@ -190,7 +190,7 @@ def test_a_call_does_not_keep_the_calls_whose_results_it_needed(actors):
     import gc
     import weakref
 
-    from raysim.distributed.actor_calls import wait
+    from raysim.distributed.transport.actor_calls import wait
 
     (reply,) = actors[0].call("double", np.ones(2))
     first = weakref.ref(reply.call)
@@ -203,22 +203,24 @@ def test_a_call_does_not_keep_the_calls_whose_results_it_needed(actors):
 
 def test_states_that_shared_memory_does_not_hold_are_sent_as_they_are(monkeypatch):
     """The limit of a buffer, or no memory for another one: the blocks keep their states."""
-    from raysim.distributed import worker_pool
-    from raysim.distributed.shared_memory import SharedBuffer
+    from raysim.distributed.actor_health import ActorSupervisor
+    from raysim.distributed.transport import local_transport
+    from raysim.distributed.transport.shared_memory import SharedBuffer
     from raysim.training.messages import Block, ClientTask
 
     said: list[str] = []
-    pool = worker_pool.WorkerPool(said.append)
-    pool.shared_buffers = {"server": SharedBuffer.new(100)}
+    local = local_transport.LocalTransport(ActorSupervisor(said.append), said.append)
+    local.buffers = {"server": SharedBuffer.new(100)}
+    never_called: Any = None
     state = {"c": np.zeros(1000)}
     blocks = [Block(0, [ClientTask(3, 0, 0, 1.0, 1, client_state=state)])]
-    monkeypatch.setattr(worker_pool, "MAX_SHARED_BUFFER_BYTES", 7000)
-    assert pool.share_states(0, blocks) == (blocks, None) and not said
+    monkeypatch.setattr(local_transport, "MAX_SHARED_BUFFER_BYTES", 7000)
+    assert local.share_states(0, never_called, blocks) == (blocks, None) and not said
     monkeypatch.undo()
 
     def full(size: int) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(SharedBuffer, "new", full)
-    assert pool.share_states(0, blocks) == (blocks, None)
+    assert local.share_states(0, never_called, blocks) == (blocks, None)
     assert "no space left" in said[0]

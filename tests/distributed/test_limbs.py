@@ -7,7 +7,7 @@ import torch
 from support.fixed_sums import same
 
 from raysim.distributed.actors import as_limbs, packed, read_limbs, unpacked
-from raysim.distributed.shared_memory import SharedBuffer
+from raysim.distributed.transport.shared_memory import SharedBuffer
 from raysim.numerics.fixed_point import BlockSum, FixedSum, FixedTotal, combine
 
 pytestmark = pytest.mark.ray

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from ray._private import ray_constants, services
 
-from raysim.distributed.cluster import loopback, nodes
+from raysim.distributed.cluster import connection, loopback
 from raysim.errors import ConfigError, RaysimError
 
 pytestmark = pytest.mark.ray
@@ -23,7 +23,7 @@ LISTENING = """
     import sys
     from pathlib import Path
     from raysim.distributed.cluster import loopback
-    from raysim.distributed.cluster import nodes
+    from raysim.distributed.cluster import connection
 
     def listening(pids):
         '''The local addresses, in hexadecimal, of the sockets on which these processes listen.'''
@@ -43,13 +43,13 @@ LISTENING = """
         below = [int(child) for task in tasks for child in (task / "children").read_text().split()]
         return [pid, *(one for child in below for one in family(child))]
 
-    nodes.connect(None, 1, print)
+    connection.connect(None, 1, print)
     import os, ray
-    vital = nodes.vital_processes()
+    vital = connection.vital_processes()
     assert {*vital} == {"raylet", "GCS"} and all(process.alive for process in vital.values())
     # Without dashboard and monitors, for which the start and the end of a run would wait.
     assert {*ray._private.worker._global_node.all_processes} == {"raylet", "gcs_server"}
-    assert os.getpgid(0) not in {os.getpgid(process.pid) for process in nodes.started_here()}
+    assert os.getpgid(0) not in {os.getpgid(process.pid) for process in connection.started_here()}
     ray.get(ray.remote(lambda: 0).remote())
     port = ray._private.worker._global_node.dashboard_agent_listen_port
     secure = loopback.reached_from_outside(), loopback.asks_for_token()
@@ -114,11 +114,11 @@ def test_an_address_that_means_this_machine_starts_the_same_ray(
     def init(**options: Any) -> None:
         started.update(options, only_here=not ray_constants.ENABLE_RAY_CLUSTER)
 
-    monkeypatch.setattr(nodes.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(nodes.ray, "init", init)
+    monkeypatch.setattr(connection.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connection.ray, "init", init)
     monkeypatch.setenv("RAY_ADDRESS", address)
     for given in (None, "local"):
-        assert nodes.connect(given, 1, print)
+        assert connection.connect(given, 1, print)
         assert started["address"] == "local" and started["only_here"], started
         assert started["include_dashboard"] is False
 
@@ -126,10 +126,10 @@ def test_an_address_that_means_this_machine_starts_the_same_ray(
 FORK = """
     import os, sys, ray
     from pathlib import Path
-    from raysim.distributed.cluster import nodes
+    from raysim.distributed.cluster import connection
     import raysim
 
-    nodes.connect(None, 1, print)
+    connection.connect(None, 1, print)
     child = os.fork()
     if not child:
         try:
@@ -140,9 +140,9 @@ FORK = """
             os._exit(2)
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    assert nodes.connect(None, 1, print) is False, "the parent goes on with its Ray"
+    assert connection.connect(None, 1, print) is False, "the parent goes on with its Ray"
     ray.get(ray.remote(lambda: 0).remote(), timeout=60)
-    nodes.leave_cluster()
+    connection.leave_cluster()
 """
 
 
@@ -172,45 +172,45 @@ def test_a_fork_of_a_process_that_uses_ray_is_refused(tmp_path: Path) -> None:
 def test_an_address_that_leads_nowhere_is_refused_by_its_variable(
     monkeypatch: pytest.MonkeyPatch, address: str, advice: str
 ) -> None:
-    monkeypatch.setattr(nodes.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(nodes.ray, "init", lambda **options: pytest.fail("Ray would wait"))
+    monkeypatch.setattr(connection.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connection.ray, "init", lambda **options: pytest.fail("Ray would wait"))
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=f"^RAY_ADDRESS: .*{advice}"):
-        nodes.connect(None, 1, print)
+        connection.connect(None, 1, print)
     with pytest.raises(ConfigError, match=r"^resources\.address: "):
-        nodes.connect(address, 1, print)
+        connection.connect(address, 1, print)
 
 
 def test_a_deep_folder_for_temporary_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**options: Any) -> None:
         raise OSError("AF_UNIX path length cannot exceed 107 bytes: /tmp/…")
 
-    monkeypatch.setattr(nodes.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(nodes.ray, "init", init)
+    monkeypatch.setattr(connection.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connection.ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(RaysimError, match=r"TMPDIR.*RAY_TMPDIR=/tmp"):
-        nodes.connect(None, 1, print)
+        connection.connect(None, 1, print)
 
 
 def test_a_start_that_takes_too_long_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**options: Any) -> None:
         raise Exception("The current node timed out during startup. This could happen because")
 
-    monkeypatch.setattr(nodes.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(nodes.ray, "init", init)
+    monkeypatch.setattr(connection.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connection.ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(RaysimError, match=r"timed out .*`raysim doctor` .*executor=inline$"):
-        nodes.connect(None, 1, print)
+        connection.connect(None, 1, print)
 
 
 def test_a_temporary_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(nodes.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connection.ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(nodes.ray, "init", lambda **options: pytest.fail("Ray is started"))
+    monkeypatch.setattr(connection.ray, "init", lambda **options: pytest.fail("Ray is started"))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"its temporary folder .*/file/ray cannot .*RAY_TMPDIR"):
-        nodes.connect(None, 1, print)
+        connection.connect(None, 1, print)
 
     def allocate(handle: int, start: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -218,7 +218,7 @@ def test_a_temporary_folder_that_cannot_be_written_is_refused_at_once(tmp_path, 
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "full"))
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     with pytest.raises(ConfigError, match=r"full/ray cannot be written: No space .* MB free there"):
-        nodes.connect(None, 1, print)
+        connection.connect(None, 1, print)
 
 
 def test_the_folder_is_left_as_it_was(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import ray
 
-from raysim.distributed.cluster import nodes
+from raysim.distributed.cluster import connection
 from raysim.distributed.heartbeats import Monitor
 from raysim.system.processes import Process
 
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.ray
 
 @pytest.mark.parametrize(("setting", "limit_s"), [(None, 30), ("400", 200)])
 def test_a_head_that_is_gone_breaks_ray_before_ray_ends_the_process(monkeypatch, setting, limit_s):
-    monkeypatch.delenv(nodes.RECONNECT_VARIABLE, raising=False)
+    monkeypatch.delenv(connection.RECONNECT_VARIABLE, raising=False)
     if setting:
-        monkeypatch.setenv(nodes.RECONNECT_VARIABLE, setting)
+        monkeypatch.setenv(connection.RECONNECT_VARIABLE, setting)
     monitor = Monitor.__new__(Monitor)
     monitor.broken, monitor.advice, monitor._gone_s = "", "start again", 0.0
     with socket.create_server(("127.0.0.1", 0)) as head:
@@ -60,9 +60,9 @@ def test_ray_does_not_print_deaths_that_raysim_reports(monkeypatch):
     monkeypatch.setattr(
         worker, "print_to_stdstream", lambda data, ignore_prefix: printed.extend(data["lines"])
     )
-    nodes._print_no_deaths()
+    connection._print_no_deaths()
     replaced = worker.print_to_stdstream
-    nodes._print_no_deaths()
+    connection._print_no_deaths()
     assert worker.print_to_stdstream is replaced
     for line in (
         "Raylet is terminated. Termination is unexpected. Last 20 lines of the Raylet logs: …",

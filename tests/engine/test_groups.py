@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.batteries import is_usual, small
 from support.documents import blocks
-from support.oracle_cases import MODES, NETS, distance, feed
+from support.oracle_cases import MODES, NETS, distance, feed, in_both_modes
 from support.pairs import fits
 from support.programs import program
 from support.stopped_runs import stopped_and_resumed
@@ -166,9 +166,7 @@ def test_every_client_rule_in_a_group_is_the_same_in_loop_and_lanes(client, conf
     groups = {"small": {"share": 0.4, "client": rule, "local": {"batch_size": 5, "lr": 0.1}}}
     given = {"rounds": 2, "client": rule, "server": server, "groups": groups}
     given["model"] = {"name": "mlp", "hidden": [8]}
-    looped, _ = engine(config(**given))
-    several, _ = engine(config("lanes", **given))
-    assert distance(several.executor.xs, looped.executor.xs) < 1e-8
+    (looped, _), _ = in_both_modes(engine, config(**given))
     assert np.abs(looped.executor.xs[-1] - looped.executor.xs[0]).max() > 1e-6
 
 

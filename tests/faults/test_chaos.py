@@ -17,7 +17,7 @@ from support.processes import basic, timeless
 
 import raysim
 from raysim.distributed.ray_executor import RayExecutor
-from raysim.distributed.shared_memory import SharedBuffer
+from raysim.distributed.transport.shared_memory import SharedBuffer
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.prepare.resolve import prepare
 from raysim.runs import run as experiment
@@ -244,6 +244,8 @@ class StalkedPool(ChaoticPool):
     def __init__(self, log: Callable[[str], None]):
         super().__init__(log)
         self.begun = self.done = False
+        self.open_local = self.local.open
+        self.local.open = self.stalked_open
 
     def _start(self, kind: Any, *arguments: Any, **more: Any) -> Any:
         actor = super()._start(kind, *arguments, **more)
@@ -253,10 +255,10 @@ class StalkedPool(ChaoticPool):
                 assert self.kill(actor)
         return actor
 
-    def _open_local(self, actor: Any, first: bool = False) -> None:
+    def stalked_open(self, actor: Any, first: bool = False) -> None:
         if self.begun and self.late and self.done and self.kill(actor):
             self.late = False
-        super()._open_local(actor, first)
+        self.open_local(actor, first)
 
 
 class Stalked(RayExecutor):

@@ -20,7 +20,7 @@ import pytest
 import torch
 from support.batteries import BAD, NETS, SIZES, is_usual, poisoned, small, without
 from support.cohorts import sample_cohort
-from support.oracle_cases import distance
+from support.oracle_cases import distance, in_both_modes
 from support.pairs import all_pairs, with_every_rule
 from support.programs import program
 
@@ -117,19 +117,12 @@ def test_side_by_side_is_one_after_the_other(client, server, engine, config):
     """vmap pads batches, masks the padding in BatchNorm and loss, and freezes the clients that have
     finished (with epochs each client has its own number of steps). Nothing of that may show."""
     local = {"epochs": 2, "batch_size": 6, "lr": 0.05}
-    looped, records = engine(config(client, server, local=local))
-    several, records_of_several = engine(
-        config(client, server, local=local, batching={"mode": "lanes", "size": 3})
-    )
-    assert looped.plan.problem.size % 16 != 0
-    assert (
-        looped.plan.model().dropouts and looped.plan.mode == "loop" and several.plan.mode == "lanes"
-    )
+    looped_run, several_run = in_both_modes(engine, config(client, server, local=local), 1e-9)
+    (looped, records), (several, records_of_several) = looped_run, several_run
+    assert looped.plan.problem.size % 16 != 0 and looped.plan.model().dropouts
     took_part = cohorts(looped)
     assert {1, 5} <= {i for cohort in took_part for i in cohort}  # one sample, two samples
     assert min(map(len, took_part)) < 5  # the empty client was sampled
-    assert distance(several.executor.xs, looped.executor.xs) < 1e-9
-    assert distance(several.executor.statistics, looped.executor.statistics) < 1e-9
     for a, b in zip(records_of_several, records, strict=True):
         for key in (key for key in b if key.startswith(("client", "train_loss"))):
             assert "per_second" in key or a[key] == pytest.approx(b[key], rel=1e-8), key
@@ -167,10 +160,7 @@ def test_side_by_side_with_an_optimizer(client, server, which, engine, config):
     local = {"epochs": 2, "batch_size": 6, "lr": 0.05, **OPTIMIZERS[which]}
     if overridden(CLIENT_RULES[client](), ["step"]):
         local.pop("accumulate", None)
-    looped, _ = engine(config(client, server, local=local))
-    several, _ = engine(config(client, server, local=local, batching={"mode": "lanes", "size": 3}))
-    assert distance(several.executor.xs, looped.executor.xs) < 1e-8
-    assert distance(several.executor.statistics, looped.executor.statistics) < 1e-8
+    (looped, _), (several, _) = in_both_modes(engine, config(client, server, local=local))
     keeps = OPTIMIZERS[which]["optimizer"].get("state") == "keep"
     rows = [
         looped.store.get(client) or {} for client in range(len(SIZES)) if looped.store.seen[client]
@@ -189,14 +179,10 @@ def test_side_by_side_under_k_async(client, server, engine, config):
     the first round all began alike; later some are stale."""
     local = {"steps": 3, "batch_size": 6, "lr": [[0, 0.05], [3, 0.03]]}
     given = {"rounds": 6, "schedule": ASYNCHRONOUS, "local": local}
-    looped, records = engine(config(client, server, **given))
-    several, records_of_several = engine(
-        config(client, server, **given, batching={"mode": "lanes", "size": 3})
-    )
+    looped_run, several_run = in_both_modes(engine, config(client, server, **given))
+    (looped, records), (several, records_of_several) = looped_run, several_run
     assert max(record["staleness/max"] for record in records[1:]) >= 2
     assert len({record["system/versions_in_memory"] for record in records[1:]}) > 1
-    assert distance(several.executor.xs, looped.executor.xs) < 1e-8
-    assert distance(several.executor.statistics, looped.executor.statistics) < 1e-8
     for a, b in zip(records_of_several, records, strict=True):
         assert {k: a[k] for k in a if k.startswith("staleness")} == {
             k: b[k] for k in b if k.startswith("staleness")

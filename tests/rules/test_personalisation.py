@@ -16,7 +16,7 @@ from oracle.nets import MLPBatchNorm
 from support.batteries import NETS as STAGED
 from support.batteries import is_usual
 from support.documents import blocks
-from support.oracle_cases import BATCH_NORM, MODES, NETS, distance, feed
+from support.oracle_cases import BATCH_NORM, MODES, NETS, distance, feed, in_both_modes
 from support.pairs import fits
 from support.programs import program
 
@@ -257,7 +257,9 @@ COMPOSABLE = sorted(
 
 
 @pytest.mark.parametrize("client", COMPOSABLE)
-def test_personal_parts_under_every_client_rule_with_a_start_or_end_of_its_own(client, run, source):
+def test_personal_parts_under_every_client_rule_with_a_start_or_end_of_its_own(
+    client, run, source, engine
+):
     """Loop and vmap agree, the server's personal parameters stay, and each client keeps its own."""
     servers = [s for s in registry.SERVER_RULES if fits(client, s)]
     server = client if client in servers else "fedavg" if "fedavg" in servers else servers[0]
@@ -269,9 +271,7 @@ def test_personal_parts_under_every_client_rule_with_a_start_or_end_of_its_own(c
         "model": model,
         "local": {"lr": 0.05, "personal": ["norm", "2.*"], "buffers": "personal"},
     }
-    looped, _ = run.train("loop", **given)
-    several, _ = run.train("lanes", **given)
-    assert distance(several.executor.xs, looped.executor.xs) < 1e-8
+    (looped, _), _ = in_both_modes(engine, run.config(**given))
     mask = looped.plan.personal.mask.numpy()
     assert mask.sum() == 12 + 60
     x0, x = looped.executor.xs[0], looped.executor.xs[-1]

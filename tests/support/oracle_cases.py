@@ -117,6 +117,24 @@ def distance(ours, theirs) -> float:
     return max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(ours, theirs, strict=True))
 
 
+def in_both_modes(engine: Any, config: dict[str, Any], tolerance: float = 1e-8) -> list[Any]:
+    """Run in mode loop and on lanes, one client after the other and side by side, and check that
+    parameters and BatchNorm statistics agree in all rounds.
+
+    Returns:
+        What `engine` returns, for each of the two modes.
+    """
+    runs = []
+    for mode in ("loop", "lanes"):
+        runs.append(engine({**config, "batching": {**config["batching"], "mode": mode}}))
+        assert runs[-1][0].plan.mode == mode
+    looped, several = (run.executor for run, _ in runs)
+    assert distance(several.xs, looped.xs) < tolerance
+    if looped.statistics[0].size:
+        assert distance(several.statistics, looped.statistics) < tolerance
+    return runs
+
+
 def differs(
     theirs: list[np.ndarray], other: Callable[[Feed], list[np.ndarray]], f: Feed, least=1e-5
 ) -> bool:

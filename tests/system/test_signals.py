@@ -57,7 +57,7 @@ def test_ray_does_not_replace_the_handler_of_a_run(monkeypatch):
     import ray
     from ray._private import utils
 
-    from raysim.distributed.cluster import nodes
+    from raysim.distributed.cluster import connection
 
     def init(**options: Any) -> None:
         utils.set_sigterm_handler(lambda number, frame: sys.exit(number))
@@ -67,11 +67,11 @@ def test_ray_does_not_replace_the_handler_of_a_run(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with stoppable():
         before = signal.getsignal(signal.SIGTERM)
-        nodes.connect(None, 1, print)
+        connection.connect(None, 1, print)
         assert signal.getsignal(signal.SIGTERM) == before
     before = signal.getsignal(signal.SIGTERM)
     try:
-        nodes.connect(None, 1, print)
+        connection.connect(None, 1, print)
         assert signal.getsignal(signal.SIGTERM) != before, "without a run, Ray's handler stays"
     finally:
         signal.signal(signal.SIGTERM, before)

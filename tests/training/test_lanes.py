@@ -50,6 +50,12 @@ def xs(run: Any) -> list[bytes]:
     return [x.tobytes() for x in run.executor.xs]
 
 
+def assert_close(ours: Any, theirs: Any, rtol: float, atol: float) -> None:
+    """The parameters after each round are the same but for rounding."""
+    for a, b in zip(ours.executor.xs, theirs.executor.xs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
 def trainer_of(run: Any) -> LaneTrainer:
     (trainer,) = run.executor.trainer.trainers
     assert isinstance(trainer, LaneTrainer)
@@ -70,8 +76,7 @@ def test_every_method_has_the_bits_of_loop_on_ragged_clients(algorithm, trained)
     lanes = trained(algorithm, norm=norm)
     assert trainer_of(lanes).has_captured and not trainer_of(lanes).refusals
     if algorithm.startswith("gradma"):
-        for a, b in zip(looped.executor.xs, lanes.executor.xs, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+        assert_close(looped, lanes, rtol=1e-6, atol=1e-7)
     else:
         assert xs(lanes) == xs(looped)
 
@@ -94,8 +99,7 @@ def test_captured_steps_have_the_bits_of_others(algorithm, lr, trained):
     looped = trained(algorithm, {"mode": "loop"}, local=local)
     # Loop mode multiplies by a number, where some CPUs round once less than by a tensor. FedReg's
     # pseudo data make more of it: 1.1e-6 on one CPU. A wrong step size would differ by 1e-2.
-    for a, b in zip(looped.executor.xs, captured.executor.xs, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert_close(looped, captured, rtol=1e-5, atol=1e-5)
 
 
 def test_step_sizes_of_rounds_are_no_kinds_of_their_own(trained):
@@ -111,8 +115,7 @@ def test_gradma_where_its_last_gradient_binds(qp_scope, trained):
     runs = [
         trained("gradma_w", {"mode": mode}, client=client, **more) for mode in ("loop", "lanes")
     ]
-    for a, b in zip(*(run.executor.xs for run in runs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9)
+    assert_close(*runs, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("algorithm", ["fedreg", "scaffold"])
@@ -143,8 +146,7 @@ def test_settings_of_local_training(changes, trained):
     runs = [trained("fedprox", {"mode": mode}, local=local) for mode in ("loop", "lanes")]
     assert trainer_of(runs[1]).has_captured
     if "lr" in changes:  # a number in mode loop, and a tensor on lanes
-        for a, b in zip(*(run.executor.xs for run in runs), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert_close(*runs, rtol=1e-5, atol=1e-6)
     else:
         assert xs(runs[0]) == xs(runs[1])
 

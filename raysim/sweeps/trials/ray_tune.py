@@ -57,7 +57,7 @@ def ray_with_resources(trials: list[Trial]) -> Iterator[None]:
     """
     # Ray is imported when it is used.
     from raysim.distributed.cluster.autoscaling import await_resources
-    from raysim.distributed.cluster.nodes import connect, leave_cluster
+    from raysim.distributed.cluster.connection import connect, leave_cluster
     from raysim.distributed.heartbeats import Monitor
 
     wanted = [

@@ -23,8 +23,8 @@ So it is worth having for short rounds only.
 
 from __future__ import annotations
 
+import math
 import os
-import pickle
 import select
 import socket
 import struct
@@ -35,31 +35,25 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import ray
-import torch
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
+from raysim.distributed.transport.socket_messages import (
+    IncomingMessage,
+    Parts,
+    message_of,
+    read_value,
+    send_some,
+    serialized,
+)
 from raysim.errors import RaysimError
-
-_SIZES = struct.Struct("<QQ")
-"""What precedes a message: the size of its index and of all of it, in bytes."""
-
-MAX_PARTS_SENT_AT_ONCE = 512
-"""Largest number of parts of messages that one call of the operating system sends."""
-
-Parts = list[Any]
-"""A serialized value: bytes, and the memory of its arrays."""
 
 DEATH_NOTICE_S = 5.0
 """Time that Ray has to tell why an actor died whose socket is closed, in seconds."""
-
-ALIGNMENT_BYTES = 64
-"""Every part of a message starts at a multiple of this, like memory that torch allocates."""
 
 
 class _Call:
@@ -82,12 +76,17 @@ class _Call:
         """Whether the answer has arrived."""
         self.dependents: list[_Link] = []
         """Sockets with calls that need these results."""
-        self.needed = [a for a in arguments if isinstance(a, Reply)]
+        self.needed: list[Reply] = []
         """The arguments that are results of other calls, until it is sent."""
-        places = [i for i, argument in enumerate(arguments) if isinstance(argument, Reply)]
-        known = [None if isinstance(argument, Reply) else argument for argument in arguments]
+        places = []
+        known = list(arguments)
+        for i, argument in enumerate(arguments):
+            if isinstance(argument, Reply):
+                self.needed.append(argument)
+                places.append(i)
+                known[i] = None
         # Serialized now, while the needed results are computed.
-        self._head = _serialized((method, known, places))
+        self._head = serialized((method, known, places))
 
     @property
     def can_be_sent(self) -> bool:
@@ -104,7 +103,7 @@ class _Call:
         """
         needed, self.needed = self.needed, []
         head, self._head = self._head, []
-        return _message([head, *[reply.data() for reply in needed]])
+        return message_of([head, *[reply.data() for reply in needed]])
 
     def end(self, results: list[Parts], error: RayError | None) -> None:
         """Take in the answer; calls that need it can be sent."""
@@ -234,7 +233,7 @@ class _Link:
         """What waits until the actor reads."""
         self._sent: deque[_Call] = deque()
         """Calls without an answer, in order."""
-        self._incoming = _Incoming(connection)
+        self._incoming = IncomingMessage(connection)
         self._is_open = True
 
     @property
@@ -267,7 +266,7 @@ class _Link:
             while self._unsent and self._unsent[0].can_be_sent:
                 self._pass_on(self._unsent.popleft())
             while self._outgoing and self._is_open:
-                _send_some(self.socket, self._outgoing)
+                send_some(self.socket, self._outgoing)
         except BlockingIOError:
             pass
         except OSError:
@@ -295,7 +294,7 @@ class _Link:
             while self._is_open:
                 if (answer := self._incoming.receive()) is not None:
                     failed, *results = answer
-                    error = _value(failed)
+                    error = read_value(failed)
                     self._sent.popleft().end(results, error)
         except BlockingIOError:
             pass
@@ -346,19 +345,18 @@ def wait(
     replies = [reference for reference in references if isinstance(reference, Reply)]
     if not replies:
         return ray.wait(list(references), num_returns=num_returns, timeout=timeout)
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
         late = [reply for reply in replies if not reply.call.done]
         if len(replies) - len(late) >= num_returns:
             break
-        remaining = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        if not _await_links([reply.call.link for reply in late], remaining):
+        if not _await_links([reply.call.link for reply in late], deadline):
             break
     return [reply for reply in replies if reply.call.done], late
 
 
-def _await_links(links: list[_Link], timeout: float | None) -> bool:
-    """Wait until something arrives or can be sent; return whether it did within the limit.
+def _await_links(links: list[_Link], deadline: float) -> bool:
+    """Wait until something arrives or can be sent; return whether it did before the deadline.
 
     Calls that have not been sent wait for results over other sockets.
     """
@@ -371,8 +369,13 @@ def _await_links(links: list[_Link], timeout: float | None) -> bool:
             continue
         remaining += link.awaited
         by_number[link.socket.fileno()] = link
-        poll.register(link.socket, select.POLLIN | (select.POLLOUT if link.has_more_to_send else 0))
-    ready = poll.poll(None if timeout is None else timeout * 1000)
+        poll.register(link.socket, select.POLLIN)
+        if link.has_more_to_send:
+            poll.modify(link.socket, select.POLLIN | select.POLLOUT)
+    remaining_ms = None
+    if deadline < math.inf:
+        remaining_ms = max(deadline - time.monotonic(), 0.0) * 1000
+    ready = poll.poll(remaining_ms)
     for number, events in ready:
         if events & select.POLLOUT:
             by_number[number].flush()
@@ -395,7 +398,7 @@ def get(reference: Reference, timeout: float | None = None) -> Any:
         return ray.get(reference, timeout=timeout)
     if not wait([reference], timeout=timeout)[0]:
         raise GetTimeoutError(f"no answer of `{reference.call.method}` for {timeout:g} s")
-    return _value(reference.data())
+    return read_value(reference.data())
 
 
 def serve(actor: Any, address: str) -> None:
@@ -409,110 +412,29 @@ def serve(actor: Any, address: str) -> None:
         connection.connect(address)
         if not _is_of_this_user(connection):
             raise PermissionError("another user listens at the driver's socket")
-        incoming = _Incoming(connection)
+        incoming = IncomingMessage(connection)
         while True:
             if (call := incoming.receive()) is not None:
-                outgoing = deque(_message(_answer(actor, *call)))
+                outgoing = deque(message_of(_answer(actor, *call)))
                 while outgoing:
-                    _send_some(connection, outgoing)
+                    send_some(connection, outgoing)
 
 
 def _answer(actor: Any, head: Parts, *needed: Parts) -> list[Parts]:
     """Run a call; return its serialized error, or None, and its serialized results."""
-    method, arguments, places = _value(head)
+    method, arguments, places = read_value(head)
     for place, parts in zip(places, needed, strict=True):
-        arguments[place] = _value(parts)
+        arguments[place] = read_value(parts)
     try:
         bound = getattr(actor, method)
         result = bound(*arguments)
         results = result if hasattr(bound, "__ray_num_returns__") else (result,)
-        return [_serialized(value) for value in (None, *results)]
+        return [serialized(value) for value in (None, *results)]
     except Exception as error:
         text = traceback.format_exc()
-        parts = _serialized(RayTaskError(method, text, error))
+        parts = serialized(RayTaskError(method, text, error))
         try:
-            _value(parts)
+            read_value(parts)
         except Exception:  # an exception whose arguments are not those of its `__init__`
-            parts = _serialized(RayTaskError(method, text, RaysimError(text)))
+            parts = serialized(RayTaskError(method, text, RaysimError(text)))
         return [parts]
-
-
-# Messages.
-
-
-def _serialized(value: Any) -> Parts:
-    """Serialize a value, without copying its arrays."""
-    buffers: list[pickle.PickleBuffer] = []
-    # Also users' classes of a script, which plain pickle would look for in the other process.
-    data = cast(Any, ray).cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    return [data, *[buffer.raw() for buffer in buffers]]
-
-
-def _value(parts: Parts) -> Any:
-    """Return the value that `_serialized` serialized; its arrays share the memory of `parts`."""
-    return pickle.loads(parts[0], buffers=parts[1:])
-
-
-def _message(values: list[Parts]) -> Parts:
-    """Return the message with serialized values, in parts."""
-    index = pickle.dumps([[len(part) for part in value] for value in values])
-    body = [index]
-    size = len(index)
-    for part in (part for value in values for part in value):
-        body += [bytes(-size % ALIGNMENT_BYTES), part]
-        size += len(body[-2]) + len(part)
-    return [memoryview(part) for part in (_SIZES.pack(len(index), size), *body) if part]
-
-
-def _send_some(connection: socket.socket, outgoing: deque[memoryview]) -> None:
-    """Send a part of what is outgoing, and remove it."""
-    sent = connection.sendmsg(list(islice(outgoing, MAX_PARTS_SENT_AT_ONCE)))
-    while outgoing and sent >= len(outgoing[0]):
-        sent -= len(outgoing.popleft())
-    if sent:
-        outgoing[0] = outgoing[0][sent:]
-
-
-class _Incoming:
-    """Message that is arriving.
-
-    Args:
-        connection: the socket.
-    """
-
-    def __init__(self, connection: socket.socket):
-        self._socket = connection
-        self._sizes = memoryview(bytearray(_SIZES.size))
-        self._body: memoryview | None = None
-        self._filled = 0
-
-    def receive(self) -> list[Parts] | None:
-        """Receive once; return the serialized values of the message if it is whole now.
-
-        Raises:
-            ConnectionError: the other end is closed.
-        """
-        target = self._sizes if self._body is None else self._body
-        received = self._socket.recv_into(target[self._filled :])
-        if not received:
-            raise ConnectionResetError("the other end of the socket is closed")
-        self._filled += received
-        if self._filled < len(target):
-            return None
-        self._filled = 0
-        if self._body is None:
-            # New memory for each message: its arrays may be used for long. torch aligns it.
-            size = _SIZES.unpack(self._sizes)[1]
-            self._body = memoryview(cast(Any, torch.empty(size, dtype=torch.uint8).numpy()))
-            return None
-        self._body = None
-        end = _SIZES.unpack(self._sizes)[0]
-        values = []
-        for sizes in pickle.loads(target[:end]):
-            parts = []
-            for size in sizes:
-                end += -end % ALIGNMENT_BYTES
-                parts.append(target[end : end + size])
-                end += size
-            values.append(parts)
-        return values

@@ -1,0 +1,1 @@
+"""Messages between the driver and the actors: through Ray, over sockets, in shared memory."""
