@@ -24,9 +24,9 @@ from raysim.distributed.block_scheduler import WorkerSpeeds
 from raysim.distributed.cluster import connection, nodes
 from raysim.distributed.cluster.autoscaling import await_resources
 from raysim.distributed.cluster.versions import check_source_code, source_code
+from raysim.distributed.local_transport import LocalTransport
 from raysim.distributed.node_traffic import ClusterTopology
 from raysim.distributed.transport.actor_calls import Actor, Reference
-from raysim.distributed.transport.local_transport import LocalTransport
 from raysim.distributed.waiting import POLL_INTERVAL_S, first_line
 from raysim.engine.failure_policy import ActorDied, Decision, FailurePolicy, Work
 from raysim.engine.plan import Plan
