@@ -203,8 +203,8 @@ def test_a_call_does_not_keep_the_calls_whose_results_it_needed(actors):
 
 def test_states_that_shared_memory_does_not_hold_are_sent_as_they_are(monkeypatch):
     """The limit of a buffer, or no memory for another one: the blocks keep their states."""
-    from raysim.distributed.actor_health import ActorSupervisor
     from raysim.distributed import local_transport
+    from raysim.distributed.actor_health import ActorSupervisor
     from raysim.distributed.transport.shared_memory import SharedBuffer
     from raysim.training.messages import Block, ClientTask
 
