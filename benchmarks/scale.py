@@ -101,7 +101,9 @@ class Sleeper:
         return SimpleNamespace(node=context.get_node_id(), gpus=gpus, code=source_code())
 
     @ray.method(num_returns=3)
-    def train(self, blocks: list[Block], again: bool, bases: list[int], *broadcasts: Any) -> tuple:
+    def train(
+        self, blocks: list[Block], again: bool, states: None, bases: list[int], *broadcasts: Any
+    ) -> tuple:
         assert "torch" not in sys.modules
         with self.heartbeat.working():
             return self._sleep(blocks, bases)
@@ -118,7 +120,7 @@ class Sleeper:
         word = WorkerResult(
             done, ids, seconds=time.perf_counter() - began, bytes=(8 * self.size, 0)
         )
-        return {"sums": sums}, {"rows": {}}, word
+        return {"sums": sums}, {"rows": {}}, (word, None)
 
 
 class Sleeping(WorkerPool):
