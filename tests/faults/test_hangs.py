@@ -15,6 +15,7 @@ from support.programs import program
 
 import raysim
 from raysim.distributed.actor_health import ActorSupervisor
+from raysim.distributed.local_transport import LocalTransport
 from raysim.distributed.ray_executor import RayExecutor
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.prepare.resolve import prepare
@@ -43,6 +44,7 @@ class HangingPool(WorkerPool):
     def __init__(self, log: Callable[[str], None]):
         super().__init__(log)
         self.supervisor = CheckedSupervisor(log)
+        self.local = LocalTransport(self.supervisor, log)
 
 
 class Hanging(RayExecutor):
