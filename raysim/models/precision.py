@@ -23,7 +23,7 @@ def allow_tf32(allowed: bool) -> Callable[[], None]:
     before = [str(operations.fp32_precision) for operations in of_operations]
 
     def choose(of_products: str, *of_cudnn: str) -> None:
-        # Both are set, so that whoever reads either finds the same.
+        # PyTorch has an old and a new setting, which raise errors if they disagree.
         torch.backends.cuda.matmul.allow_tf32 = of_products == "tf32"
         torch.backends.cudnn.allow_tf32 = "tf32" in of_cudnn
         for operations, precision in zip(of_operations, (of_products, *of_cudnn), strict=True):

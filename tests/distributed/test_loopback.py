@@ -140,7 +140,7 @@ FORK = """
             os._exit(2)
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    assert connection.connect(None, 1, print) is False, "the parent goes on with its Ray"
+    assert connection.connect(None, 1, print) is False, "the parent still uses its Ray"
     ray.get(ray.remote(lambda: 0).remote(), timeout=60)
     connection.leave_cluster()
 """

@@ -51,7 +51,7 @@ def xs(run: Any) -> list[bytes]:
 
 
 def assert_close(ours: Any, theirs: Any, rtol: float, atol: float) -> None:
-    """The parameters after each round are the same but for rounding."""
+    """Two runs have the same parameters after each round, up to rounding."""
     for a, b in zip(ours.executor.xs, theirs.executor.xs, strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 

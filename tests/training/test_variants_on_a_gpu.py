@@ -1,4 +1,4 @@
-"""What a configuration may ask for, on a pretended GPU: the bits of mode loop on a CPU, and no fault."""
+"""Nets, optimizers and other options on a pretended GPU: they train with the bits of mode loop on a CPU."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import torch
 from raysim.distributed.transport.shared_memory import ALIGNMENT_BYTES
 
 _SIZES = struct.Struct("<QQ")
-"""What precedes a message: the size of its index and of all of it, in bytes."""
+"""Header of a message: the size of its index and the size of the whole message, in bytes."""
 
 MAX_PARTS_SENT_AT_ONCE = 512
 """Largest number of parts of messages that one call of the operating system sends."""

@@ -55,9 +55,9 @@ def couples_examples(model: Model) -> bool:
             if not close(torch.cat(alone).detach(), together.detach(), tolerance):
                 return True
             pooled, summed = _gradients(bound, together, alone)
-        # Such as PyTorch's batch norm, which needs more than one value, or a backward pass that
-        # needs what a later pass has changed.
         except Exception:
+            # Batch norm fails on one example, and a backward pass fails if a later pass has changed
+            # what it needs. Examples that cannot be computed alone count as coupled.
             return True
         # Sums over many examples, whose terms may cancel.
         if not close(pooled, summed, 10 * tolerance):

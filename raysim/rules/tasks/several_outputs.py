@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a net returned, without the numbers."""
+    """Structure and shapes of a net's outputs, without their values."""
 
     structure: pytree.TreeSpec
     """The tuples, mappings and classes around the tensors."""
