@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.plain_fedavg import cut, run
+from support.plain_fedavg import average, cut, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
@@ -84,12 +84,7 @@ def plain(net: nn.Module, data: Any, call, rounds: int = 2) -> nn.Module:
                 F.cross_entropy(call(local, {k: v[part] for k, v in x.items()}), y[part]).backward()
                 opt.step()
             states.append(local.state_dict())
-        mean = dict(states[0])
-        for key, value in mean.items():
-            if value.is_floating_point():
-                sums = [len(p) / N * s[key] for p, s in zip(PARTS, states, strict=True)]
-                mean[key] = torch.stack(sums).sum(0)
-        net.load_state_dict(mean)
+        net.load_state_dict(average(states, [len(part) / N for part in PARTS]))
     return net.eval()
 
 

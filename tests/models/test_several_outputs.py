@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from support.plain_fedavg import blobs, cut, run
+from support.plain_fedavg import average, blobs, cut, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -103,12 +103,7 @@ def plain(net: nn.Module, rounds: int = 3) -> nn.Module:
                 loss(local(x[part]), y[part]).backward()
                 opt.step()
             states.append(local.state_dict())
-        mean = dict(states[0])
-        for key, value in mean.items():
-            if value.is_floating_point():
-                sums = [len(p) / len(y) * s[key] for p, s in zip(PARTS, states, strict=True)]
-                mean[key] = torch.stack(sums).sum(0)
-        net.load_state_dict(mean)
+        net.load_state_dict(average(states, [len(part) / len(y) for part in PARTS]))
     return net.eval()
 
 

@@ -58,12 +58,18 @@ def fedavg(
                 F.cross_entropy(local(x[part]), y[part]).backward()
                 opt.step()
             states.append(local.state_dict())
-        mean = dict(states[0])
-        for key, value in mean.items():
-            if value.is_floating_point():
-                mean[key] = sum(w * state[key] for w, state in zip(weights, states, strict=True))
-        net.load_state_dict(mean)
+        net.load_state_dict(average(states, weights))
     return net
+
+
+def average(states: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
+    """Mean of the clients' state_dicts; tensors of whole numbers are those of the first client."""
+    mean = dict(states[0])
+    for key, value in mean.items():
+        if value.is_floating_point():
+            terms = [w * state[key] for w, state in zip(weights, states, strict=True)]
+            mean[key] = torch.stack(terms).sum(0)
+    return mean
 
 
 def run(
