@@ -7,6 +7,7 @@ entry point of the group `raysim.algorithms`; a user's own is given as path.py:N
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import os
@@ -56,6 +57,7 @@ FITTING = {
 """The classes that each section accepts, as messages name them."""
 
 
+@functools.cache
 def discover() -> None:
     """Import the shipped methods, which enter their rules and algorithms into the registries."""
     folders = importlib.import_module(SHIPPED_PACKAGE).__path__
