@@ -3,6 +3,7 @@ commands draw from ledgers, and what they say of one method."""
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import subprocess
@@ -103,11 +104,14 @@ class Table:
     """Links to the pictures that follow in the same chapter."""
 
 
-def tables() -> Iterator[Table]:
-    """Yield every table of the results, in the order of the pages."""
+@functools.cache  # the page of each method looks through them
+def tables() -> list[Table]:
+    """Return every table of the results, in the order of the pages."""
+    found: list[Table] = []
     for page, text in pages().items():
         if page not in OF_OTHER_THINGS:
-            yield from _tables_of(page, text)
+            found += _tables_of(page, text)
+    return found
 
 
 def _tables_of(page: str, text: str) -> Iterator[Table]:

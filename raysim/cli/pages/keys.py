@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import json
 import textwrap
@@ -210,21 +211,26 @@ def _field_default(field: dataclasses.Field) -> Any:
 
 
 def _docstrings_of_fields(cls: type) -> dict[str, str]:
-    """Return the docstring below each field of a class and of those that it inherits from.
-
-    Classes without source are left out.
-    """
+    """Return the docstring below each field of a class and of those that it inherits from."""
     docs: dict[str, str] = {}
     for part in reversed(cls.__mro__[:-1]):
-        try:
-            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
-        except (OSError, SyntaxError, TypeError, ValueError):
-            continue
-        for field, below in pairwise(tree.body if isinstance(tree, ast.ClassDef) else ()):
-            match field, below:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
-                    docs[name] = " ".join(text.split())
+        docs |= _docstrings_of_own_fields(part)
+    return docs
+
+
+@functools.cache  # hundreds of rules and sections inherit from a few
+def _docstrings_of_own_fields(cls: type) -> dict[str, str]:
+    """Return the docstring below each field that a class itself has; {} without its source."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    except (OSError, SyntaxError, TypeError, ValueError):
+        return {}
+    docs: dict[str, str] = {}
+    for field, below in pairwise(tree.body if isinstance(tree, ast.ClassDef) else ()):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                docs[name] = " ".join(text.split())
     return docs
