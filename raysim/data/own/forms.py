@@ -132,7 +132,7 @@ class FormReader(ArrayReader):
                 return self._entries(half, f"the {split} half")
             case [x, y]:
                 return x, y, None
-            case [*parts] if all(map(_is_labelled, parts)):
+            case [*parts] if parts and all(map(_is_labelled, parts)):
                 return self._examples(parts, split)
             case [*parts]:
                 self._refuse_clients(parts)

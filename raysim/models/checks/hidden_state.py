@@ -173,8 +173,9 @@ def _refuse_steering_attribute(
         )
     if _steers(original, x, attribute, results):
         raise ConfigError(
-            f"{model.label} changes {place} in each forward pass, so its outputs or statistics could "
-            "depend on how many passes a worker has made; make it a buffer, or compute it from the inputs"
+            f"{model.label} changes {place} in each forward pass, so its outputs or statistics "
+            "could depend on how many passes a worker has made; make it a buffer, or compute it "
+            "from the inputs"
         )
 
 
@@ -256,8 +257,8 @@ def _refuse_steering_buffers(
         if not all(close(a, b, 1e-6) for a, b in zip(_results(original, x), results, strict=True)):
             raise ConfigError(
                 f"{model.label} changes its buffer '{name}' of type {start[name].dtype} in a "
-                "forward pass, and its outputs or statistics depend on it; only buffers of floating-point "
-                "numbers may change, which clients train and the server averages"
+                "forward pass, and its outputs or statistics depend on it; only buffers of "
+                "floating-point numbers may change, which clients train and the server averages"
             )
 
 
