@@ -604,6 +604,20 @@ class Locked(Head):
         self.lock = threading.Lock()
 
 
+class Keeps(Head):
+    """Keeps the outputs of all passes, or those of the last one."""
+
+    def __init__(self, start):
+        super().__init__(None)
+        self.register_buffer("kept", start)
+
+    def forward(self, x):
+        h = self.head(x)
+        if self.training:
+            self.kept = h.detach() if self.kept is None else torch.cat([self.kept, h.detach()])
+        return h
+
+
 class Clamps(Head):
     def forward(self, x):
         with torch.no_grad():
@@ -812,6 +826,8 @@ REFUSED = {
     "counter in a buffer": (CountsInABuffer, "buffer 'seen' of type torch.int64"),
     "place in a queue": (lambda: Queue(False), "attribute 'next' of the net .* or statistics"),
     "place in a queue, in a buffer": (lambda: Queue(True), "buffer 'next' .* or statistics depend"),
+    "buffer that grows": (lambda: Keeps(torch.zeros(0, 3)), "buffer 'kept', or changes its shape"),
+    "buffer to come": (lambda: Keeps(None), "makes the buffer 'kept', or changes its shape"),
     "traced": (traced, "compiled to TorchScript"),
     "cannot be copied": (Locked, "Locked cannot be copied, .*lock' object; leave out what holds"),
     "complex": (Complex, "'w' is complex"),
