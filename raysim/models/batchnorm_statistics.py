@@ -63,7 +63,7 @@ def find_statistics(net: nn.Module, x: Tensor) -> list[Statistic]:
 
     Raises:
         ConfigError: a BatchNorm averages over all batches (momentum None), or a buffer that moves
-            is not persistent.
+            is not persistent, or changes its shape.
     """
     moved = _moved_buffers(net, x) if _has_unknown_buffers(net) else set()
     statistics = []
@@ -99,12 +99,12 @@ def _running_statistics(layer: str, module: nn.Module) -> tuple[str, ...]:
 
 
 def _has_unknown_buffers(net: nn.Module) -> bool:
-    """Return whether a net has floating-point buffers beside those of normalisation layers."""
+    """Return whether a net has buffers of floats, or to come, beside those of normalisation."""
     return any(
-        buffer.is_floating_point()
+        buffer is None or buffer.is_floating_point()
         for module in net.modules()
         if not isinstance(module, nn.modules.batchnorm._NormBase)
-        for buffer in module.buffers(recurse=False)
+        for buffer in module._buffers.values()
     )
 
 
@@ -121,6 +121,11 @@ def _moved_buffers(net: nn.Module, x: Tensor) -> set[str]:
         return set()
     moved = set()
     for name, buffer in net.named_buffers():
+        if name not in before or before[name].shape != buffer.shape:
+            raise ConfigError(
+                f"model: a pass in training makes the buffer '{name}', or changes its shape, and "
+                "the server averages buffers of one shape; register it with its final shape"
+            )
         if buffer.is_floating_point() and not same_values(before[name], buffer):
             moved.add(name)
     return moved

@@ -21,7 +21,7 @@ from raysim.config.references import load_file, load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named, as_names
 from raysim.data.several_inputs import Inputs, set_inputs, shapes_of
-from raysim.errors import ConfigError, with_cause
+from raysim.errors import ConfigError, in_a_line, with_cause
 from raysim.models.initial.start import freeze, load_weights
 from raysim.models.nets.zoo import NETS
 from raysim.randomness import generator
@@ -64,12 +64,22 @@ def find_factory(name: str) -> Callable:
         net = factory
         _refuse_without_init(net)
         _refuse_odd_nets(net)
-        return lambda: copy.deepcopy(net)
+        return lambda: _copied(net)
     if not callable(factory) or not _has_signature(factory):
         raise ConfigError(
             f"model.name: '{name}' is neither a torch.nn.Module nor a function that returns one"
         )
     return factory
+
+
+def _copied(net: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(net)
+    except Exception as error:  # of any attribute's own
+        raise ConfigError(
+            f"model: {type(net).__name__} cannot be copied, which each worker does: "
+            f"{in_a_line(error)}; leave out what holds it, or define __deepcopy__ there"
+        ) from None
 
 
 def _has_signature(function: Callable) -> bool:
@@ -82,7 +92,7 @@ def _has_signature(function: Callable) -> bool:
 
 def _refuse_without_init(net: nn.Module) -> None:
     """Refuse a net whose `__init__` is not that of a module."""
-    if "_modules" not in vars(net):
+    if "_modules" not in vars(net) and not isinstance(net, torch.jit.ScriptModule):
         raise ConfigError(
             f"model: {type(net).__name__}.__init__ does not call super().__init__() first"
         )

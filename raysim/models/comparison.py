@@ -92,12 +92,16 @@ def original_copy(
     # Also those parameters are frozen that the net's own `train` freezes.
     original.train()
 
+    n = 0
+
     def prepare(net: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        nonlocal n
+        n = len(inputs[0])  # before several inputs are arguments by name
         seed_generators(draws, 0)
         return tuple(x.clone() for x in inputs)
 
     def finish(net: nn.Module, inputs: tuple[Tensor, ...], outputs: Any) -> Any:
-        return outputs if forms is None else forms.pack(outputs, len(inputs[0]))
+        return outputs if forms is None else forms.pack(outputs, n)
 
     original.register_forward_pre_hook(prepare, prepend=True)
     original.register_forward_hook(finish)

@@ -64,10 +64,11 @@ def _fix_of_outputs(task: LearningTask, got: list[int], expected: list[int]) -> 
             f"they are, or to the task of these outputs ({', '.join(TASKS)}; labels of classes "
             "are whole numbers y, [n])"
         )
-    if isinstance(task, Classification) and len(got) == 2 and got > expected:
-        return (
-            f"; if some classes have no example, give their number with the data, classes={got[1]}"
-        )
+    if isinstance(task, Classification) and len(got) == 2 and got > [2, 1]:
+        why = "some classes have no example"
+        if got < expected:
+            why = f"the data have fewer classes than the {expected[1]} that they name"
+        return f"; if {why}, give their number with the data, classes={got[1]}"
     return ""
 
 

@@ -196,6 +196,12 @@ def _task(key: str, value: Any) -> Section:
 
 
 def _step_sizes(key: str, value: Any) -> Any:
+    if _class_of(value, torch.optim.lr_scheduler.LRScheduler):
+        raise ConfigError(
+            f"{key}: a scheduler of PyTorch changes an optimizer of its own; give a name and its "
+            "keys, such as {'name': 'step', 'base_lr': 0.1, 'step_size': 10, 'gamma': 0.5}, or a "
+            "function of the round"
+        )
     if callable(value):
         return {"name": python_objects.reference(value)}
     return _plain(key, value)

@@ -166,6 +166,12 @@ def test_what_is_no_data_set_is_refused(tmp_path):
     datasets.Dataset.from_dict(table(4)).save_to_disk(str(tmp_path / "one"))
     with pytest.raises(ConfigError, match=r"^data.path: .*/one holds one data set without splits"):
         load_dataset(section(str(tmp_path / "one")))
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "train.csv").write_text("a\n1\n2,3\n")
+    with pytest.raises(
+        ConfigError, match=r"/torn cannot be read: .*caused by ParserError: .* saw 2"
+    ):
+        load_dataset(section(str(tmp_path / "torn")))
     path = saved(tmp_path / "broken")
     shutil.rmtree(tmp_path / "broken" / "test")
     with pytest.raises(ConfigError, match=r"^data.path: .*/broken cannot be read: "):

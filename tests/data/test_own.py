@@ -84,6 +84,13 @@ def drawn_users():
 def broken():
     return 1 / 0
 
+TABLE = np.ones((6, 2))
+
+def scaled():
+    global TABLE
+    TABLE /= 255
+    return TABLE, np.arange(6) % 2, TABLE, np.arange(6) % 2
+
 def wrong():
     return 3
 
@@ -346,6 +353,10 @@ def test_torch_data_sets_that_cannot_be_stacked_are_refused(half, message):
         ),
         ({"name": "mine.py:broken"}, "mine.py:broken failed in line 31 of .*/mine.py: ZeroDiv"),
         ({"name": "mine.py:drawn"}, "mine.py:drawn returns other examples when it is called again"),
+        (
+            {"name": "mine.py:scaled"},
+            "mine.py:scaled returns other .* such as x / 255 for x /= 255",
+        ),
         ({"name": "mine.py:drawn_by_torch"}, "drawn_by_torch returns other examples when it"),
         ({"name": "mine.py:drawn_users"}, "drawn_users returns other examples when it"),
         ({"name": "mine.py:wrong"}, "mine.py:wrong: expected x, y, x_test.*; got a int"),

@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.utils.data import (
@@ -50,6 +51,7 @@ class Listed(Dataset):
 
 TENSORS = TensorDataset(torch.tensor(X), torch.tensor(Y))
 PAIRS = list(zip(X, Y, strict=True))
+TABLE = pd.DataFrame({"length": X[:, 0], "kind": [*"abcabc"]})
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,7 @@ PAIRS = list(zip(X, Y, strict=True))
         {"x": X, "y": Y},
         Listed(*({"x": x, "y": y} for x, y in PAIRS)),
         Listed(*map(list, PAIRS)),
+        PAIRS,
         ConcatDataset([Subset(TENSORS, range(2)), Subset(TENSORS, range(2, 6))]),
     ],
 )
@@ -228,6 +231,8 @@ def test_targets_where_there_is_no_token_are_refused():
         ({"x": X, "Y": Y}, "the training half has the unknown key 'Y'"),
         ((X, np.array(["a", 1, None, 2, 3, 4], dtype=object)), "y is an array of Python objects"),
         ((X, None), "y is a NoneType; give numbers"),
+        ((TABLE, Y), r"x is an array .* \(number 0 of the column 'kind' is a str\); give numbers"),
+        ({"x": X, "y": Y, "user": [1, "1", 2, 2, 1, 1]}, "users mixes integers and texts; give"),
         ((iter(X), Y), "x is a .*iterator; give numbers"),
         ((torch.tensor(X) + 1j, Y), "x is of type complex128; give numbers"),
         ({"x": X, "y": Y, "user": [*"abcab", float("nan")]}, r"users\[5\] is nan, a float; give"),

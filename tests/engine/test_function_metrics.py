@@ -76,6 +76,22 @@ def test_values_are_those_on_all_examples_whatever_the_batches():
             assert last[name] == pytest.approx(expected, rel=1e-9), name
 
 
+class Counting:
+    """Adds up what it sees over its calls, as objects with a state do."""
+
+    hits, n = 0, 0
+
+    def __call__(self, outputs: Tensor, y: Tensor) -> float:
+        self.hits, self.n = self.hits + int(hits(outputs, y).sum()), self.n + len(y)
+        return self.hits / self.n
+
+
+def test_what_an_object_counts_is_of_one_set_of_examples():
+    history = run(net(), DATA, PARTS, evaluate={"metrics": ["accuracy", Counting()]}).history
+    assert len({row["accuracy"] for row in history}) > 1
+    assert [row["counting"] for row in history] == [row["accuracy"] for row in history]
+
+
 def test_a_client_has_the_value_on_its_own_examples():
     keys: dict[str, Any] = {
         "partition": {"clients": 4, "test": "matched", "name": "iid"},

@@ -117,6 +117,27 @@ def test_a_mapping_reaches_forward_by_name(mode):
     torch.testing.assert_close(predicted, result.net().double()(**tensors(data[2])))
 
 
+class Distances(TakesTwo):
+    def forward(self, user, tokens):
+        return {"user": self.users(user), "tokens": self.items(tokens).mean(1)}
+
+
+def test_a_net_of_several_inputs_may_have_several_outputs():
+    def loss(outputs, y):
+        return F.cosine_embedding_loss(outputs["user"], outputs["tokens"], 1.0 - 2 * (y > 1))
+
+    data = halves(["user", "tokens"])
+    result = run(Distances(), data, [range(N)], 1, task={"name": loss, "like": "any"})
+    truth = Distances().double()
+    optimizer = torch.optim.SGD(truth.parameters(), lr=0.1)
+    x, y = tensors(data[0]), torch.tensor(data[1])
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(truth(**x), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(result.predict(data[2]), truth(**tensors(data[2])))
+
+
 def as_tuples(data: Any) -> Any:
     return tuple(data[0].values()), data[1], tuple(data[2].values()), data[3]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 import warnings
 from itertools import count
@@ -244,6 +245,19 @@ class SetsRequiresGrad(WithNorm):
         return self
 
 
+class Permutes(nn.Module):
+    """Holds whole numbers as a parameter that is not trained."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = nn.Linear(6, 3)
+        self.numbers = nn.Parameter(torch.tensor(numbers), requires_grad=False)
+
+    def forward(self, x):
+        return self.head(x)[:, self.numbers.long()]
+
+
 def with_hook(register: str, hook, *layers: nn.Module) -> nn.Module:
     net = sequence(*layers)
     getattr(net[1 if layers else 0], register)(hook)
@@ -312,6 +326,8 @@ NETS = {
     "counter for a log": OnlyCounts,
     "generators for its first weights": HoldsGenerators,
     "frozen layer": lambda: changed(lambda m: m.requires_grad_(False), 0, nn.BatchNorm1d(8)),
+    "parameter of integers": lambda: Permutes([2, 0, 1]),
+    "parameter of true and false": lambda: Permutes([True, False, True]),
 }
 
 
@@ -558,6 +574,50 @@ class CountsInItsClass(Head):
         return self.head(x) / (1 + (self.passes > 1000))
 
 
+class Queue(Head):
+    """Subtracts the mean of its last inputs; a buffer or an attribute says where the next go."""
+
+    def __init__(self, in_a_buffer):
+        super().__init__(None)
+        self.register_buffer("last", torch.zeros(32, 6))
+        if in_a_buffer:
+            self.register_buffer("next", torch.zeros((), dtype=torch.int64))
+        else:
+            self.next = 0
+
+    def forward(self, x):
+        if self.training:
+            self.last[(int(self.next) + torch.arange(len(x))) % 32] = x.detach()
+            self.next += len(x)
+        return self.head(x - self.last.mean(0))
+
+
+def traced() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.trace(sequence(), torch.ones(2, 6))  # pyright: ignore
+
+
+class Locked(Head):
+    def __init__(self):
+        super().__init__(None)
+        self.lock = threading.Lock()
+
+
+class Keeps(Head):
+    """Keeps the outputs of all passes, or those of the last one."""
+
+    def __init__(self, start):
+        super().__init__(None)
+        self.register_buffer("kept", start)
+
+    def forward(self, x):
+        h = self.head(x)
+        if self.training:
+            self.kept = h.detach() if self.kept is None else torch.cat([self.kept, h.detach()])
+        return h
+
+
 class Clamps(Head):
     def forward(self, x):
         with torch.no_grad():
@@ -764,6 +824,12 @@ REFUSED = {
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), r"0 \(LazyLinear\) has no shape"),
     "lazy norm": (lambda: sequence(nn.LazyBatchNorm1d()), r"1 \(LazyBatchNorm1d\) has no shape"),
     "counter in a buffer": (CountsInABuffer, "buffer 'seen' of type torch.int64"),
+    "place in a queue": (lambda: Queue(False), "attribute 'next' of the net .* or statistics"),
+    "place in a queue, in a buffer": (lambda: Queue(True), "buffer 'next' .* or statistics depend"),
+    "buffer that grows": (lambda: Keeps(torch.zeros(0, 3)), "buffer 'kept', or changes its shape"),
+    "buffer to come": (lambda: Keeps(None), "makes the buffer 'kept', or changes its shape"),
+    "traced": (traced, "compiled to TorchScript"),
+    "cannot be copied": (Locked, "Locked cannot be copied, .*lock' object; leave out what holds"),
     "complex": (Complex, "'w' is complex"),
     "observes in evaluation": (lambda: sequence(Observes()), "buffer '1.top' in evaluation mode"),
     "statistics that are not saved": (lambda: sequence(Unsaved()), "'means' in training, which is"),

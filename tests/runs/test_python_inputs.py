@@ -176,6 +176,11 @@ def test_a_lost_or_changed_file_of_examples_is_named(config, cache):
         ("partition", [Subset(range(4), [0, 1])], "found a Subset; give its attribute indices"),
         ("partition", np.zeros(4, int), "give it as users of the data, with partition=natural"),
         ("local", {"optimizer": torch.optim.Adam}, "local.optimizer: a type is not possible"),
+        (
+            "local",
+            {"lr": torch.optim.lr_scheduler.StepLR},
+            "local.lr: a scheduler of PyTorch changes .* a function of the round",
+        ),
         ("evaluate", {"metrics": [dict]}, "neither a name, a function of outputs and targets, nor"),
         ("evaluate", {"metrics": [lambda outputs, y: 1.0]}, "is a lambda, which has no name"),
         ("model", nn.Linear(4, 5), r"\[2, 5\].*give their number with the data, classes=5"),
@@ -189,6 +194,12 @@ def test_a_lost_or_changed_file_of_examples_is_named(config, cache):
 def test_what_is_no_such_object_is_refused(config, section, value, message):
     with pytest.raises(ConfigError, match=message):
         raysim.run({**config, section: value})
+
+
+def test_names_of_more_classes_than_the_net_has_are_explained(config):
+    data = {"train": ARRAYS[:2], "test": ARRAYS[2:], "classes": 4}
+    with pytest.raises(ConfigError, match=r"\[2, 4\]; .* the 4 that they name, .*, classes=2"):
+        raysim.run({**config, "data": data, "model": nn.Linear(4, 2)})
 
 
 # -- nets ------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class ArrayReader:
             dense = ", as .toarray() makes them" if hasattr(values, "toarray") else ""
             raise self.error(f"{name} is a {type(values).__name__}; give numbers{dense}")
         if kind == "O":
-            first = _first(array)
+            first = _first(array, getattr(values, "columns", ()))
             fix = _numbering(name) if first else ", as .astype(float) makes of it"
             raise self.error(f"{name} is an array of Python objects{first}; give numbers{fix}")
         if kind not in "biuf":
@@ -266,13 +266,16 @@ def _from_rows(values: Any) -> np.ndarray | list[np.ndarray]:
     return array
 
 
-def _first(array: np.ndarray) -> str:
-    """Return " (number 3 is a str)" for the first object that is no number."""
+def _first(array: np.ndarray, columns: Sequence[Any]) -> str:
+    """Return " (number 3 is a str)" for the first object that is no number, in which column."""
     for position, value in np.ndenumerate(array):
+        place = f"number {position[0]}"
+        if array.ndim == 2 and len(columns):
+            place += f" of the column {columns[position[1]]!r}"
         if not isinstance(value, int | float | np.number):
-            return f" (number {position[0]} is a {type(value).__name__})"
+            return f" ({place} is a {type(value).__name__})"
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            return f" (number {position[0]} is {value}, which has more than 64 bits)"
+            return f" ({place} is {value}, which has more than 64 bits)"
     return ""
 
 

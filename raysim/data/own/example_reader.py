@@ -244,6 +244,8 @@ class ExampleReader(FormReader):
             for k, user in enumerate(users):
                 if not isinstance(user, str | int | np.integer):
                     raise self.error(f"{key}[{k}] is {user!r}, a {type(user).__name__}; {wanted}")
+            if len({isinstance(user, str) for user in users}) > 1:
+                raise self.error(f"{key} mixes integers and texts; {wanted}, all of one kind")
             users = np.array(users.tolist())
         if users.dtype.kind not in "biuUS" or users.ndim != 1:
             raise self.error(f"{key} is {users.dtype} {list(users.shape)}; {wanted}")

@@ -132,6 +132,8 @@ class FormReader(ArrayReader):
                 return self._entries(half, f"the {split} half")
             case [x, y]:
                 return x, y, None
+            case [*parts] if parts and all(map(_is_labelled, parts)):
+                return self._examples(parts, split)
             case [*parts]:
                 self._refuse_clients(parts)
             case torch.utils.data.DataLoader():
@@ -313,6 +315,11 @@ def _is_pair(value: Any) -> bool:
     """Return whether a value is a pair (x, y) of arrays or tensors."""
     is_two = isinstance(value, tuple) and len(value) == 2
     return is_two and all(isinstance(part, torch.Tensor | np.ndarray) for part in value)
+
+
+def _is_labelled(value: Any) -> bool:
+    """Return whether a value is an example, a pair (x, y) of which y is one number."""
+    return isinstance(value, tuple) and len(value) == 2 and np.ndim(value[1]) == 0
 
 
 def _is_transformed(table: Any) -> bool:

@@ -16,7 +16,7 @@ from raysim.data.dataset import Dataset
 from raysim.data.images import as_squares, common_mode, common_side, import_torchvision
 from raysim.data.own.forms import read_column
 from raysim.data.own.reading import make_dataset
-from raysim.errors import ConfigError, in_a_line
+from raysim.errors import ConfigError, in_a_line, with_cause
 from raysim.spelling import did_you_mean
 from raysim.system.signals import reraise_stop
 
@@ -117,7 +117,7 @@ def _check_path(data: HuggingFace, folder: Path, is_saved: bool) -> None:
 
 
 def _unreadable(error: BaseException, data: HuggingFace) -> ConfigError:
-    reason = in_a_line(error)
+    reason = with_cause(error)
     if isinstance(error, ValueError) and re.search(r"\bconfig|BuilderConfig", reason):
         return ConfigError(f"data.config: {data.path}: {reason}")
     return ConfigError(f"data.path: {data.path} cannot be read: {reason}")

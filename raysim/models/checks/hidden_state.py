@@ -123,7 +123,7 @@ def refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
     tensors = dict(original.named_parameters()) | dict(original.named_buffers())
     start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     known = {f"{s.layer}.{s.name}".lstrip(".") for s in model.statistics}
-    first = _passes(original, x)
+    first = _results(original, x)
     _refuse_changed_parameters(original, model, start)
     moved = []
     for name, buffer in original.named_buffers():
@@ -132,7 +132,7 @@ def refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
             moved.append(name)
     attributes = _attributes(original)
     _restore(original, start)
-    second = _passes(original, x)
+    second = _results(original, x)
     for place, attribute in _attributes(original).items():
         if attributes.get(place, attribute) != attribute:
             _restore(original, start)
@@ -144,7 +144,10 @@ def refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
     fresh = original_copy(net, model.dtype, model.device, model.draws, model.learning_task.forms)
     _refuse_memory_of_inputs(original, fresh, model, x)
     # Larger parameters show a forward that limits their norm.
-    larger = start | {name: start[name] * SCALE for name, _ in original.named_parameters()}
+    larger = dict(start)
+    for name, parameter in original.named_parameters():
+        if parameter.is_floating_point():
+            larger[name] = start[name] * SCALE
     _restore(original, larger)
     _passes(original, x)
     _refuse_changed_parameters(original, model, larger)
@@ -159,25 +162,26 @@ def _refuse_steering_attribute(
     x: Tensor,
     place: str,
     attribute: Attribute,
-    outputs: list[Tensor],
+    results: list[Tensor],
 ) -> None:
-    """Refuse a net whose outputs may depend on an attribute that passes change."""
+    """Refuse a net whose results may depend on an attribute that passes change."""
     if isinstance(getattr(attribute.owner, attribute.name), GENERATORS_OF_NETS):
         raise ConfigError(
             f"{model.label} draws from {place}, a generator of its own, which each worker would "
             "have in another state; draw from the global one of torch, NumPy or Python, which a "
             "run seeds before each pass: leave the argument generator out"
         )
-    if _steers(original, x, attribute, outputs):
+    if _steers(original, x, attribute, results):
         raise ConfigError(
-            f"{model.label} changes {place} in each forward pass, so its outputs could depend on "
-            "how many passes a worker has made; make it a buffer, or compute it from the inputs"
+            f"{model.label} changes {place} in each forward pass, so its outputs or statistics "
+            "could depend on how many passes a worker has made; make it a buffer, or compute it "
+            "from the inputs"
         )
 
 
 def _refuse_other_outputs(model: Model, first: list[Tensor], second: list[Tensor]) -> None:
     """Refuse a net whose passes give other outputs the second time."""
-    for mode, a, b in zip(MODES, first, second, strict=True):
+    for mode, a, b in zip(MODES, first, second, strict=False):  # without statistics
         if not close(a, b, _tolerance(model)):
             raise ConfigError(
                 f"{model.label} gives two outputs for the same examples and parameters in "
@@ -242,19 +246,19 @@ def _refuse_steering_buffers(
     x: Tensor,
     moved: list[str],
     start: dict[str, Tensor],
-    outputs: list[Tensor],
+    results: list[Tensor],
 ) -> None:
-    """Refuse a net whose outputs depend on a buffer that moves and is no statistic."""
+    """Refuse a net whose results depend on a buffer that moves and is no statistic."""
     for name in moved:
         # An integer may only count, as that of BatchNorm does.
         is_switch = start[name].dtype is torch.bool
         later = ~start[name] if is_switch else start[name] + MANY_PASSES
         _restore(original, start | {name: later})
-        if not all(close(a, b, 1e-6) for a, b in zip(_passes(original, x), outputs, strict=True)):
+        if not all(close(a, b, 1e-6) for a, b in zip(_results(original, x), results, strict=True)):
             raise ConfigError(
                 f"{model.label} changes its buffer '{name}' of type {start[name].dtype} in a "
-                "forward pass, and its outputs depend on it; only buffers of floating-point "
-                "numbers may change, which clients train and the server averages"
+                "forward pass, and its outputs or statistics depend on it; only buffers of "
+                "floating-point numbers may change, which clients train and the server averages"
             )
 
 
@@ -293,6 +297,12 @@ def _passes(net: nn.Module, x: Tensor) -> list[Tensor]:
     return outputs
 
 
+def _results(net: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return what `_passes` returns, and then the buffers of floating-point numbers."""
+    outputs = _passes(net, x)
+    return outputs + [buffer.clone() for buffer in net.buffers() if buffer.is_floating_point()]
+
+
 @torch.no_grad()
 def _restore(net: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Set the parameters and buffers of a net."""
@@ -312,8 +322,8 @@ class Attribute:
     """Bytes that change with the value."""
 
 
-def _steers(net: nn.Module, x: Tensor, attribute: Attribute, outputs: list[Tensor]) -> bool:
-    """Return whether an attribute that passes change can change the outputs of passes.
+def _steers(net: nn.Module, x: Tensor, attribute: Attribute, results: list[Tensor]) -> bool:
+    """Return whether an attribute that passes change can change the results of passes.
 
     A number may only count; anything else is taken to.
     """
@@ -322,10 +332,10 @@ def _steers(net: nn.Module, x: Tensor, attribute: Attribute, outputs: list[Tenso
         return True
     setattr(attribute.owner, attribute.name, value + MANY_PASSES)
     try:
-        later = _passes(net, x)
+        later = _results(net, x)
     finally:
         setattr(attribute.owner, attribute.name, value)
-    return not all(close(a, b, 1e-6) for a, b in zip(later, outputs, strict=True))
+    return not all(close(a, b, 1e-6) for a, b in zip(later, results, strict=True))
 
 
 def _attributes(net: nn.Module) -> dict[str, Attribute]:

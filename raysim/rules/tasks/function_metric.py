@@ -6,6 +6,7 @@ So its value does not depend on `evaluate.batch_size`, also where it is no mean 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,7 +53,9 @@ class FunctionMetric(TaskMetric):
         outputs, y = map(torch.from_numpy, rows)
         if not len(y):
             return float("nan")
-        values = self.function(self.task.as_returned(outputs, self.function), y)
+        # A copy, since an object may count over its calls, which a worker makes for many sets.
+        function = copy.deepcopy(self.function)
+        values = function(self.task.as_returned(outputs, self.function), y)
         array = np.asarray(values)
         are_numbers = array.dtype.kind in "biuf"
         if are_numbers and (array.size == 1 or array.shape == (len(y),)):

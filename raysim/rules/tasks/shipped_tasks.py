@@ -280,7 +280,11 @@ def _refuse_unnumbered(data: TaskData) -> None:
     for half, _, y in data.halves():
         if (negative := np.flatnonzero(y < 0)).size:
             k = negative[0]
-            raise ValueError(f"{half} example {k} has the label {y[k]}; {RENUMBER}")
+            raise ValueError(
+                f"{half} example {k} has the label {y[k]}; {RENUMBER}, give a loss that ignores "
+                f"it, such as nn.CrossEntropyLoss(ignore_index={y[k]}), or, for numbers to "
+                "predict, set task, or its key like, to regression"
+            )
     k = int(data.y.argmax())
     raise ValueError(
         f"training example {k} has the label {data.y[k]}, so that the net would need "
