@@ -51,6 +51,9 @@ Configuration = Annotated[
         autocompletion=complete_configuration,
     ),
 ]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="last line of standard output: one JSON object")
+]
 Overrides = Annotated[
     list[str],
     typer.Argument(

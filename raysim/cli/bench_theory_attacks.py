@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from raysim.cli.base import NONE_GIVEN, Configuration, Overrides, app, print_table
+from raysim.cli.base import NONE_GIVEN, Configuration, JsonOption, Overrides, app, print_table
 from raysim.cli.completion import complete_configuration, complete_override
 from raysim.cli.terminal import Terminal, say
 from raysim.errors import ConfigError
@@ -44,9 +44,7 @@ def bench(
             "--blocks", help="also vary batching.mode and size (changes the last bits of results)"
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="last line of standard output: one JSON object")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure which executor, actors, GPU shares and blocks run a configuration fastest here."""
     from raysim.prepare.early_validation import validate_early
@@ -88,9 +86,7 @@ def check_convergence(
         int | None,
         typer.Option(min=1, help="number of clients to estimate L from, drawn by the seed"),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="last line of standard output: one JSON object")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check a configuration against the conditions of GradMA's Theorem 1 (Luo 2023).
 
@@ -242,9 +238,7 @@ def attack(
         list[str],
         typer.Argument(help="key=value: cost=l2 attacker=adaptive iterations=2000 restarts=1 ..."),
     ] = NONE_GIVEN,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="last line of standard output: one JSON object")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Try to recover clients' images from recorded updates (gradient inversion)."""
     from raysim.attacks import gradient_inversion as attacks
@@ -284,9 +278,7 @@ def privacy_match(
         ),
     ],
     overrides: Overrides = NONE_GIVEN,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="last line of standard output: one JSON object")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Find the noise at which DP-SGD hides images as well as another method, and train both."""
     from raysim.attacks import noise_matching as matches

@@ -93,10 +93,10 @@ def complete_experiment(context: typer.Context, incomplete: str) -> Completions:
         incomplete: the word before the cursor.
     """
     from raysim.config.sections.storage import Tracking
+    from raysim.config.tracking_uri import database_of
 
-    uri = context.params.get("uri") or Tracking().uri
-    path = Path(uri.removeprefix("sqlite:///").partition("?")[0])
-    if not uri.startswith("sqlite:///") or not path.is_file():
+    path = database_of(context.params.get("uri") or Tracking().uri)
+    if path is None or not path.is_file():
         return []
     with (
         contextlib.suppress(sqlite3.Error),

@@ -83,27 +83,27 @@ def _of_family(
     rows: list[CatalogueRow], family: str | None, listing: str | None
 ) -> tuple[list[CatalogueRow], list[str]]:
     """Return the rows of one family of methods, and the family of each that is left out unasked."""
-    families = {row.get("family", "") for row in rows} - {""}
-    if family is None and listing == "algorithms":
-        from raysim.config.schema import GENERAL
-
-        others = [row["family"] for row in rows if row["family"] not in ("", GENERAL)]
-        return [row for row in rows if row["family"] in ("", GENERAL)], others
     if family is None:
-        return rows, []
+        return _outside_of_families(rows) if listing == "algorithms" else (rows, [])
+    families = {row.get("family", "") for row in rows} - {""}
     if not families:
         raise ConfigError(
             "--family: is for lists of algorithms, clients and servers; `raysim list families` "
             "prints the families"
         )
-    if family == "all":
-        return rows, []
-    if family not in families:
-        known = [*families, "all"]
+    if family not in (known := [*families, "all"]):
         raise ConfigError(
             f"--family: no {listing} of family '{family}'{did_you_mean(family, known)}"
         )
-    return [row for row in rows if row["family"] == family], []
+    return [row for row in rows if family in (row["family"], "all")], []
+
+
+def _outside_of_families(rows: list[CatalogueRow]) -> tuple[list[CatalogueRow], list[str]]:
+    """Return the rows of methods of no family, and the families of the others."""
+    from raysim.config.schema import GENERAL
+
+    general = [row for row in rows if row["family"] in ("", GENERAL)]
+    return general, [row["family"] for row in rows if row not in general]
 
 
 def _print_page(listing: str | None, name: str, as_json: bool) -> None:

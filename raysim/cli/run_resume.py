@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raysim.cli.base import NONE_GIVEN, Configuration, Overrides, app, facts_table, print_table
+from raysim.cli.base import (
+    NONE_GIVEN,
+    Configuration,
+    JsonOption,
+    Overrides,
+    app,
+    facts_table,
+    print_table,
+)
 from raysim.cli.progress import RunProgress, notes_shown, preparing, summary
 from raysim.cli.terminal import Terminal, say
 from raysim.errors import ClientError, ConfigError, counted, round_name
@@ -27,9 +35,7 @@ if TYPE_CHECKING:
 def run(
     config: Configuration,
     overrides: Overrides = NONE_GIVEN,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="last line of standard output: one JSON object")
-    ] = False,
+    as_json: JsonOption = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="print the resolved configuration, stop")
     ] = False,
@@ -81,9 +87,7 @@ def resume(
             "partition, model and dtype, and on a virtual clock the schedule",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="last line of standard output: one JSON object")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Resume a stopped run from its last checkpoint."""
     from raysim.tracking.mlflow_process import connection

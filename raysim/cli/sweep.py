@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from raysim.cli.base import NONE_GIVEN, app, print_table
+from raysim.cli.base import NONE_GIVEN, JsonOption, app, print_table
 from raysim.cli.completion import complete_configuration, complete_override
 from raysim.cli.progress import notes_shown, preparing
 from raysim.cli.terminal import Terminal, aside, say
@@ -71,9 +71,7 @@ def sweep(
             "may be repeated"
         ),
     ] = NONE_GIVEN,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="last line of standard output: one JSON object")
-    ] = False,
+    as_json: JsonOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="check and list the trials, stop")
     ] = False,

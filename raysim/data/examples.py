@@ -95,27 +95,10 @@ class Examples:
             dtype: the dtype of the inputs.
             gpus: share of the GPU that this process has.
         """
-        if half == "train":
-            return cls(
-                dataset.x,
-                dataset.y,
-                dataset.scale,
-                dataset.shift,
-                dataset.pad,
-                dataset.flip,
-                device,
-                dtype,
-                gpus,
-            )
-        return cls(
-            dataset.x_test,
-            dataset.y_test,
-            dataset.scale,
-            dataset.shift,
-            device=device,
-            dtype=dtype,
-            gpus=gpus,
-        )
+        x, y, pad, flip = dataset.x, dataset.y, dataset.pad, dataset.flip
+        if half == "test":
+            x, y, pad, flip = dataset.x_test, dataset.y_test, 0, False
+        return cls(x, y, dataset.scale, dataset.shift, pad, flip, device, dtype, gpus)
 
     def __len__(self) -> int:
         return len(self.y)

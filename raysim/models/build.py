@@ -366,7 +366,7 @@ def _detach_reparametrised(module: nn.Module) -> None:
 
 
 def _refuse_odd_layers(net: nn.Module) -> None:
-    """Refuse layers that are compiled, hold computed tensors, or have sparse gradients."""
+    """Refuse layers that are compiled, hold computed tensors, or have max_norm."""
     for path, module in net.named_modules():
         name = path or "the net"
         if isinstance(module, torch.jit.ScriptModule):
@@ -388,10 +388,6 @@ def _refuse_odd_layers(net: nn.Module) -> None:
                 "forward pass changes its weights, and only a local step may; leave it out, and "
                 "divide in forward: h * (max_norm / h.norm(dim=-1, keepdim=True)).clamp(max=1) of "
                 "the rows h that an Embedding returns"
-            )
-        if getattr(module, "sparse", False) is True:
-            raise ConfigError(
-                f"model: {name} has sparse gradients, and a step needs dense ones; set sparse=False"
             )
 
 

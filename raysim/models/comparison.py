@@ -1,18 +1,12 @@
-"""Tools of the checks of nets: comparison of tensors, a copy to run, names of layers."""
+"""Tools of the checks of nets: comparison of tensors, names of layers."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-
-from raysim.models.keyed_layers import switch_off_dropout
-from raysim.rules.tasks.several_outputs import OutputForms
-from raysim.system.global_generators import seed_generators
 
 
 def same_values(tensor: Tensor, other: Tensor) -> bool:
@@ -66,46 +60,6 @@ def magnitude(tensors: Iterable[Tensor | None]) -> float:
         if tensor is not None and tensor.numel():
             largest = max(largest, float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max()))
     return largest
-
-
-def original_copy(
-    net: nn.Module,
-    dtype: torch.dtype,
-    device: torch.device,
-    draws: tuple[str, ...],
-    forms: OutputForms | None,
-) -> nn.Module:
-    """Return a copy of a user's net in training mode and in the run's type.
-
-    Its keyed dropout is off, and it gets copies of its inputs, which it may change in place. What
-    it draws from global generators begins at the same numbers in each pass.
-
-    Args:
-        net: the net as the user wrote it.
-        dtype: type of the run.
-        device: device of the copy.
-        draws: the libraries from whose generators it draws.
-        forms: the forms of several outputs, which it returns as one tensor; None: of none.
-    """
-    original = copy.deepcopy(net).to(dtype=dtype, device=device)
-    switch_off_dropout(original)
-    # Also those parameters are frozen that the net's own `train` freezes.
-    original.train()
-
-    n = 0
-
-    def prepare(net: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        nonlocal n
-        n = len(inputs[0])  # before several inputs are arguments by name
-        seed_generators(draws, 0)
-        return tuple(x.clone() for x in inputs)
-
-    def finish(net: nn.Module, inputs: tuple[Tensor, ...], outputs: Any) -> Any:
-        return outputs if forms is None else forms.pack(outputs, n)
-
-    original.register_forward_pre_hook(prepare, prepend=True)
-    original.register_forward_hook(finish)
-    return original
 
 
 def layer_names(net: nn.Module) -> dict[nn.Module, str]:

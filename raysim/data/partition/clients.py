@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -136,6 +136,15 @@ class ExampleLists:
             ExampleLists(self.indices[~chosen], self.offsets - n_chosen_before),
             ExampleLists(self.indices[chosen], n_chosen_before),
         )
+
+    def with_lists(self, lists: ExampleLists, **changes: Any) -> Self:
+        """Return these clients with the examples of other lists.
+
+        Args:
+            lists: the examples of each client.
+            **changes: other fields that change with them.
+        """
+        return replace(self, indices=lists.indices, offsets=lists.offsets, **changes)
 
     @property
     def owners(self) -> np.ndarray:

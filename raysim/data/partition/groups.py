@@ -111,8 +111,7 @@ def without_clients_without_batch(
     phases = []
     for start, part in clients.phases:
         phases.append((start, _only(part, _have_batch(config, part.sizes))))
-    whole = union([part for _, part in phases])
-    return replace(clients, indices=whole.indices, offsets=whole.offsets, phases=tuple(phases))
+    return clients.with_lists(union([part for _, part in phases]), phases=tuple(phases))
 
 
 def _only(lists: AnyLists, chosen: np.ndarray) -> AnyLists:

@@ -69,13 +69,7 @@ def hold_out_clients(clients: Clients, held_out: np.ndarray) -> Clients:
             f"evaluate.clients.held_out: {len(held_out)} of {len(clients)} clients are held out, "
             "which leaves no client with data to train; lower it"
         )
-    return replace(
-        clients,
-        indices=lists.indices,
-        offsets=lists.offsets,
-        held_out=held_out,
-        reserved=reserved,
-    )
+    return clients.with_lists(lists, held_out=held_out, reserved=reserved)
 
 
 def add_tests(
@@ -103,7 +97,7 @@ def add_tests(
     if test.fraction is None:
         return _matched_tests(clients, dataset, rng)
     lists, kept = _divided(clients, test.fraction, rng)
-    return replace(clients, indices=lists.indices, offsets=lists.offsets, test=kept)
+    return clients.with_lists(lists, test=kept)
 
 
 def add_validation(clients: Clients, fraction: float, rng: np.random.Generator) -> Clients:
@@ -115,7 +109,7 @@ def add_validation(clients: Clients, fraction: float, rng: np.random.Generator) 
         rng: generator of the draws.
     """
     lists, kept = _divided(clients, fraction, rng)
-    return replace(clients, indices=lists.indices, offsets=lists.offsets, val=kept)
+    return clients.with_lists(lists, val=kept)
 
 
 def _divided(

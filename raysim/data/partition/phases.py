@@ -80,14 +80,8 @@ def add_phases(
                 "phases or the partition"
             )
     starts = [phase * phases.rounds for phase in range(phases.count)]
-    whole = union(lists)
-    return replace(
-        clients,
-        indices=whole.indices,
-        offsets=whole.offsets,
-        test=test,
-        phases=tuple(zip(starts, lists, strict=True)),
-    )
+    of_phases = tuple(zip(starts, lists, strict=True))
+    return clients.with_lists(union(lists), test=test, phases=of_phases)
 
 
 def _by_task(

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from raysim.errors import ConfigError
 from raysim.models.batchnorm_statistics import BoundStatistics
 from raysim.models.checks.hidden_state import refuse_draws, refuse_hidden_state
-from raysim.models.comparison import close, layer_names, magnitude, original_copy
+from raysim.models.checks.original_net import original_copy
+from raysim.models.comparison import close, layer_names, magnitude
 from raysim.models.first_outputs import failed_loss
 from raysim.models.flat import BoundModel, Model
 from raysim.randomness import generator
@@ -136,7 +137,7 @@ def sample_outputs(model: Model) -> Tensor:
 
 def _compare(net: nn.Module, model: Model, x: Tensor, y: Tensor) -> None:
     """Compare passes of the user's net with those of the bound net, also after steps."""
-    original = original_copy(net, model.dtype, model.device, model.draws, model.learning_task.forms)
+    original = original_copy(net, model)
     trained = [parameter for parameter in original.parameters() if parameter.requires_grad]
     bound = BoundModel(model)
     w, buffers = model.initial()
@@ -255,7 +256,7 @@ def _layers(net: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, dict[str
 
 def _refuse_foreign_parameters(net: nn.Module, model: Model, x: Tensor, y: Tensor) -> None:
     """Refuse a net, or a loss, that depends on a parameter that is not one of the net's own."""
-    original = original_copy(net, model.dtype, model.device, model.draws, model.learning_task.forms)
+    original = original_copy(net, model)
     trained = {name for name, p in original.named_parameters() if p.requires_grad}
     # Tensors of one pass only, such as inputs whose gradient forward uses, are no parameters.
     outputs, again = original(x), original(x)

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import EXAMPLES
-from raysim.models.comparison import layer_names, original_copy
+from raysim.models.checks.original_net import original_copy
+from raysim.models.comparison import layer_names
 from raysim.models.flat import Model
 from raysim.system.deterministic_kernels import operation_without_kernel, use_deterministic_kernels
 from raysim.system.global_generators import generators_kept
@@ -32,7 +33,7 @@ def check_deterministic_layers(net: nn.Module, model: Model) -> None:
     """
     if model.device.type == "cuda":
         _refuse_dropout_between_layers(net, model)
-    original = original_copy(net, model.dtype, model.device, model.draws, model.learning_task.forms)
+    original = original_copy(net, model)
     inputs: LayerInputs = {}
     for layer in original.modules():
         if not list(layer.children()):

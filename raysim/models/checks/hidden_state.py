@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from raysim.errors import ConfigError
 from raysim.models.batchnorm_statistics import COUNTER
-from raysim.models.comparison import close, layer_names, original_copy, same_values
+from raysim.models.checks.original_net import original_copy
+from raysim.models.comparison import close, layer_names, same_values
 from raysim.models.flat import Model
 from raysim.system.global_generators import GlobalGenerators, seed_generators
 
@@ -57,7 +58,7 @@ def refuse_draws(net: nn.Module, model: Model, x: Tensor) -> None:
     Raises:
         ConfigError: it draws; the message names the layer.
     """
-    original = original_copy(net, model.dtype, model.device, model.draws, model.learning_task.forms)
+    original = original_copy(net, model)
     for training in (True, False):
         original.train(training)
         # Each pass of the copy seeds them, too.
@@ -119,7 +120,7 @@ def refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
     Raises:
         ConfigError: they do; the message names the parameter, buffer or attribute.
     """
-    original = original_copy(net, model.dtype, model.device, model.draws, model.learning_task.forms)
+    original = original_copy(net, model)
     tensors = dict(original.named_parameters()) | dict(original.named_buffers())
     start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     known = {f"{s.layer}.{s.name}".lstrip(".") for s in model.statistics}
@@ -141,7 +142,7 @@ def refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
     _refuse_other_outputs(model, first, second)
     _restore(original, start)
     _refuse_memory_of_training(net, original, model, x, start)
-    fresh = original_copy(net, model.dtype, model.device, model.draws, model.learning_task.forms)
+    fresh = original_copy(net, model)
     _refuse_memory_of_inputs(original, fresh, model, x)
     # Larger parameters show a forward that limits their norm.
     larger = dict(start)

@@ -170,17 +170,9 @@ class _TokenLoss(LossTask):
         weights = self.token_weights(batch.y).sum(1)
         return totals / torch.where(weights > 0, weights, 1).to(totals.dtype)
 
-    def token_losses(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of each position, times its weight, [B, T]; 0 for padding.
-
-        Args:
-            outputs: the logits, [B, T, vocabulary].
-            y: the next tokens, [B, T].
-        """
-        real = self.real(y)  # pyright: ignore[reportAttributeAccessIssue]  # of NextToken
-        target = torch.where(real, y, torch.zeros_like(y))
-        values = self.user_loss.of_examples(self.reading, outputs.flatten(0, 1), target.flatten())
-        return values.view(y.shape) * real
+    def losses_of_tokens(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the loss of each token, times its weight, [N]. See `NextToken`."""
+        return self.user_loss.of_examples(self.reading, outputs, y)
 
     def token_weights(self, y: Tensor) -> Tensor:
         """Return the weight of each position in the mean, [B, T]; 0 for padding.

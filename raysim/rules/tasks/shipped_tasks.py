@@ -224,8 +224,17 @@ class NextToken(LearningTask):
         """
         real = self.real(y)
         target = torch.where(real, y, torch.zeros_like(y))
-        values = F.cross_entropy(outputs.flatten(0, 1), target.flatten(), reduction="none")
+        values = self.losses_of_tokens(outputs.flatten(0, 1), target.flatten())
         return values.view(y.shape) * real
+
+    def losses_of_tokens(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the cross-entropy of each token, [N].
+
+        Args:
+            outputs: the logits, [N, vocabulary].
+            y: the next tokens, [N].
+        """
+        return F.cross_entropy(outputs, y, reduction="none")
 
     def token_weights(self, y: Tensor) -> Tensor:
         """Return the weight of each position in a mean over tokens, [B, T]; 0 for padding.
