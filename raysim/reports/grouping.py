@@ -13,11 +13,12 @@ from typing import Any
 
 import pandas as pd
 
+from raysim.by_key import by_key
 from raysim.config.schema import FEDAVG, SECTIONS_WITH_NAME
 from raysim.errors import ConfigError
 from raysim.reports.published import same_value
 from raysim.reports.table_row import short
-from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun, by_key, counted
+from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun, counted
 from raysim.reports.value_names import readable
 from raysim.spelling import did_you_mean
 from raysim.tracking.recorder import flatten_parameters

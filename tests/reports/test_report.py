@@ -38,10 +38,10 @@ pytestmark = pytest.mark.usefixtures("pictures")
 NUMBER = itertools.count()
 
 
-def rows(*arguments: Any, **options: Any) -> list[Any]:
+def rows(runs: list[TrackedRun], metric: str = "accuracy", **options: Any) -> list[Any]:
     """The rows of `aggregate`; `Any`, because a figure is None without values and here there are
     values."""
-    return aggregate.rows(*arguments, **options)
+    return aggregate.rows([dataclasses.replace(run, metric=metric) for run in runs], **options)
 
 
 def table(wanted: list[str], uri: str, say: Callable[[str], None] = lambda line: None) -> list[Any]:

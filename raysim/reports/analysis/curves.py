@@ -79,7 +79,6 @@ def _curve(text: str, panel: str, members: Sequence[TrackedRun]) -> Curve:
 def along(
     runs: Sequence[TrackedRun],
     x: str,
-    metric: str = "accuracy",
     say: Callable[[str], None] = lambda line: None,
     target: float | None = None,
     statistic: Statistic = "best",
@@ -89,7 +88,6 @@ def along(
     Args:
         runs: Runs of any experiments.
         x: Parameter on the x-axis.
-        metric: Metric of the histories.
         say: Called with one line if points hold runs that differ in more than their seed.
         target: Use the cost of reaching this value instead of a result; points that do not reach
             it are omitted.
@@ -100,11 +98,11 @@ def along(
             the target.
     """
     if target is not None:
-        refuse_unreachable(target, metric)
+        refuse_unreachable(target, runs[0].metric)
     result = []
     for text, members in apart(runs, [x], say):
         (key,) = resolved(members, [x], "x (--x)")
-        table = rows(members, metric, statistics=[statistic], target=target, group=[x], say=say)
+        table = rows(members, statistics=[statistic], target=target, group=[x], say=say)
         values: list[str] = []
         figures: list[MeanStd] = []
         for row in table:
@@ -126,7 +124,6 @@ def grid(
     runs: Sequence[TrackedRun],
     x: str,
     y: str,
-    metric: str = "accuracy",
     say: Callable[[str], None] = lambda line: None,
     statistic: Statistic = "best",
     printed: Sequence[PublishedResult] = (),
@@ -137,7 +134,6 @@ def grid(
         runs: Runs of any experiments.
         x: First parameter; KEY,KEY: several together, of which runs may lack all but the first.
         y: Second parameter, or several.
-        metric: Metric of the histories.
         say: Called with one line if cells hold runs that differ in more than their seed.
         statistic: Result of a run.
         printed: Published results, as from `published.read_published`.
@@ -151,7 +147,7 @@ def grid(
         ConfigError: No run has a parameter, or no run has both.
     """
     keys = [resolved(runs, axis.split(","), "x and y (--x and --y)") for axis in (x, y)]
-    table = rows(runs, metric, statistics=[statistic], group=[*keys[0], *keys[1]], say=say)
+    table = rows(runs, statistics=[statistic], group=[*keys[0], *keys[1]], say=say)
     table = add_published(table, printed)
     cells: dict[tuple[str, str], float] = {}
     published: dict[tuple[str, str], float] = {}

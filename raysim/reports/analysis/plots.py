@@ -20,10 +20,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
 
+from raysim.by_key import by_key
 from raysim.metrics import is_share
 from raysim.reports.table_columns import MISSING_TEXT
 from raysim.reports.table_row import Figure
-from raysim.reports.tracked import by_key
 from raysim.reports.value_names import NO_NAMES, Names, named
 
 if TYPE_CHECKING:
