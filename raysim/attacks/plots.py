@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 MAX_SHOWN_IMAGES = 40
@@ -34,7 +33,6 @@ def plot_reconstructions(
     figure = Figure(
         figsize=(max(1.4 * across, 6), 3.2 * bands + 0.5), dpi=120, layout="constrained"
     )
-    FigureCanvasAgg(figure)
     cells = figure.subplots(2 * bands, across, squeeze=False)
     for axes in cells.flat:
         axes.set_axis_off()

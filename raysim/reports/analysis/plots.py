@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
 
@@ -116,7 +115,6 @@ def _panels(
     rows = -(-count // 3)
     columns = min(count, 3)
     figure = Canvas(figsize=(columns * size[0], rows * size[1]), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
     cells = list(figure.subplots(rows, columns, squeeze=False, sharey=shared).flat)
     for empty in cells[count:]:
         empty.set_axis_off()
@@ -297,7 +295,6 @@ def plot_speedup(lines: SpeedupLines, slope: Slope, target: str, over: str, path
         path: File to write. The folder must exist.
     """
     figure = Canvas(figsize=(7, 5), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for seed, line in lines.items():
         axes.loglog(list(line), list(line.values()), "o", alpha=0.6, label=f"seed {seed}")
