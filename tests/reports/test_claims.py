@@ -5,15 +5,14 @@ anything runs."""
 from __future__ import annotations
 
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from support.command_line import CommandResult, assert_refused
 from support.sweeps import SMALL
 
-from raysim import cli
 from raysim.config.loading import shipped
 from raysim.errors import ConfigError
 from raysim.prepare import resolve
@@ -382,20 +381,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("section", "said"), WRONG)
-def test_a_wrong_section_is_refused_by_the_sweep_and_the_report(
-    section, said, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_a_wrong_section_is_refused_by_the_sweep_and_the_report(section, said, tmp_path, raysim_):
     path = tmp_path / "wrong.yaml"
     path.write_text(yaml.safe_dump({**SMALL, "sweep": {"seed": [0, 1]}, "claims": section}))
     with pytest.raises(ConfigError, match=said):
         prepare_sweep(path)
-    monkeypatch.setattr(sys, "argv", ["raysim", "report", "claims", str(path)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert end.value.code == 2 and out == "" and "Traceback" not in err
-    assert err.startswith("error: claims") and len(err.splitlines()) == 1
+    refused = raysim_("report", "claims", path)
+    assert_refused(refused, "error: claims")
+    assert len(refused.err.splitlines()) == 1
 
 
 def test_claims_change_nothing_of_what_is_computed(tmp_path):
@@ -452,18 +445,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     return uri
 
 
-def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-
-    def call(section: Any, *more: str) -> tuple[int, str, str]:
+def test_the_command(store, raysim_):
+    def call(section: Any, *more: str) -> CommandResult:
         asked = {**SMALL, "tracking": {**SMALL["tracking"], "uri": store}}
         Path("asked.yaml").write_text(
             yaml.safe_dump(asked | ({"claims": section} if section else {}))
         )
-        monkeypatch.setattr(sys, "argv", ["raysim", "report", "claims", "asked.yaml", *more])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return int(end.value.code or 0), *capsys.readouterr()
+        return raysim_("report", "claims", "asked.yaml", *more)
 
     beats = {
         **RIGHT,
@@ -532,5 +520,4 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
             )
         ),
     ):
-        code, out, err = call(section, *arguments)
-        assert code == 2 and out == "" and said in err.splitlines()[-1] and "Traceback" not in err
+        assert_refused(call(section, *arguments), said)

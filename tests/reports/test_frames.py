@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import logging
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import yaml
 from mlflow.entities import Metric, Param
 
 import raysim
-from raysim import cli
 from raysim.errors import ConfigError
 from raysim.tracking import mlflow_client
 
@@ -106,15 +104,9 @@ def test_the_metric_is_by_default_that_of_the_best_model(uri):
         raysim.report("table", "weather", uri=uri, paper="gradma")
 
 
-def test_a_table_is_the_command_lines(uri, capsys, monkeypatch):
-    monkeypatch.setattr(
-        sys, "argv", f"raysim report table methods --uri {uri} --target 0.5 --format csv".split()
-    )
-    with pytest.raises(SystemExit):
-        cli.main()
-    printed = pd.read_csv(
-        io.StringIO(capsys.readouterr().out), dtype={"not_finished": str}, keep_default_na=True
-    )
+def test_a_table_is_the_command_lines(uri, raysim_):
+    said = raysim_(*f"report table methods --uri {uri} --target 0.5 --format csv".split())
+    printed = pd.read_csv(io.StringIO(said.out), dtype={"not_finished": str})
     frame = raysim.report("table", "methods", uri=uri, target=0.5)
     pd.testing.assert_frame_equal(
         frame.drop(columns="not_finished"), printed.drop(columns="not_finished")

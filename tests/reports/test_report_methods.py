@@ -8,14 +8,14 @@ import dataclasses
 import itertools
 import math
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.command_line import assert_refused
 
-from raysim import cli, metrics
+from raysim import metrics
 from raysim.config import explain
 from raysim.config.loading import read_config, shipped
 from raysim.errors import ConfigError
@@ -855,14 +855,7 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
 
 
-def call(capsys, monkeypatch, store: Store, *arguments: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["raysim", "report", *arguments, "--uri", store.uri])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return int(end.value.code or 0), *capsys.readouterr()
-
-
-def test_an_empty_report_says_what_to_do(store, capsys, monkeypatch):
+def test_an_empty_report_says_what_to_do(store, raysim_):
     store.experiment("empty")
     failed, nan, names = (
         store.experiment("failed"),
@@ -894,20 +887,10 @@ def test_an_empty_report_says_what_to_do(store, capsys, monkeypatch):
         ),
     ):
         for command in (["table"], ["curves"])[: 1 if len(arguments) > 1 else 2]:
-            code, out, err = call(capsys, monkeypatch, store, *command, *arguments)
-            last = err.splitlines()[-1]
-            assert (
-                code == 2
-                and out == ""
-                and last.startswith("error: ")
-                and said in last
-                and "Traceback" not in err
-            )
+            assert_refused(raysim_("report", *command, *arguments, "--uri", store.uri), said)
 
 
-def test_pictures_are_kept_with_the_sweep_else_in_a_run_of_their_own(
-    store, tmp_path, capsys, monkeypatch
-):
+def test_pictures_are_kept_with_the_sweep_else_in_a_run_of_their_own(store, tmp_path, raysim_):
     experiment = store.experiment("swept")
     sweep = store.run(experiment, None, raysim__sweep="true")
     for value in (0.5, 0.7):
@@ -916,23 +899,21 @@ def test_pictures_are_kept_with_the_sweep_else_in_a_run_of_their_own(
         )
     picture = str(tmp_path / "course.png")
     for wanted in ("swept", sweep):
-        code, _, err = call(
-            capsys, monkeypatch, store, "curves", wanted, "--out", picture, "--to-mlflow"
-        )
+        asked = ("report", "curves", wanted, "--uri", store.uri, "--out", picture, "--to-mlflow")
+        code, _, err = raysim_(*asked)
         assert code == 0 and f"report/course.png of run {sweep}" in err
     assert store.kept(sweep) == ["report/course.png"]
     store.run(experiment, 0.9)  # no trial: what is told is not the sweep's alone any more
     for form in ("markdown", "csv"):
-        code, out, err = call(
-            capsys, monkeypatch, store, "table", "swept", "--format", form, "--to-mlflow"
-        )
+        asked = ("report", "table", "swept", "--uri", store.uri, "--format", form, "--to-mlflow")
+        code, out, err = raysim_(*asked)
         assert code == 0 and "left out" not in err, "the run that keeps reports is none of them"
     own = err.split()[-1]
     assert own != sweep and sorted(store.kept(own)) == ["report/table.csv", "report/table.md"]
     assert out.splitlines()[1].startswith("3,")
 
 
-def test_the_command_beside_a_paper(store, printed, capsys, monkeypatch):
+def test_the_command_beside_a_paper(store, printed, raysim_):
     experiment = store.experiment("mine")
     one = store.run(experiment, 0.66)
     for key, value in (
@@ -941,9 +922,9 @@ def test_the_command_beside_a_paper(store, printed, capsys, monkeypatch):
         ("algorithm.name", "avg"),
     ):
         store.client.log_param(one, key, value)
-    asked = ["table", "mine", "--ranks", "--paper", printed]
-    code, out, _ = call(capsys, monkeypatch, store, *asked, "--target", "paper")
+    asked = ["report", "table", "mine", "--uri", store.uri, "--paper"]
+    code, out, _ = raysim_(*asked, printed, "--ranks", "--target", "paper")
     assert code == 0
     assert out.splitlines()[2] == "| 1 | 66.00 | 70.00 ± 2.00 | -2.00 | 66.00 | 1 | 12 | 1 | 1 |"
-    code, _, err = call(capsys, monkeypatch, store, "table", "mine", "--paper", "gradma")
+    code, _, err = raysim_(*asked, "gradma")
     assert code == 0 and "(--paper): gradma has no result for these runs" in err

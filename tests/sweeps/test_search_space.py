@@ -3,7 +3,6 @@ mistakes come before anything starts."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from support.sweeps import SMALL, values, written
 
 import raysim
-from raysim import cli
 from raysim.errors import ConfigError
 from raysim.models.checks import against_pytorch
 from raysim.prepare import resolve, workload
@@ -344,14 +342,12 @@ def test_small_trials_by_default():
         ),
     ],
 )
-def test_mistakes_come_before_anything_starts(here, section, overrides, said, capsys, monkeypatch):
+def test_mistakes_come_before_anything_starts(section, overrides, said, raysim_, monkeypatch):
+    here = Path.cwd()
     config = written(here / "config.yaml", **({} if section is None else {"sweep": section}))
-    monkeypatch.setattr(sys, "argv", ["raysim", "sweep", str(config), *overrides])
     monkeypatch.setattr(runner, "run_sweep", lambda *given: pytest.fail("it was started"))
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    err = capsys.readouterr().err
-    assert end.value.code == 2 and err.startswith("error: ") and "Traceback" not in err
+    code, _, err = raysim_("sweep", config, *overrides)
+    assert code == 2 and err.startswith("error: ") and "Traceback" not in err
     with pytest.raises(ConfigError, match=said):
         prepare_sweep(config, overrides)
     assert sorted(path.name for path in here.iterdir()) == ["config.yaml"]
@@ -399,16 +395,11 @@ def test_a_value_in_claims_that_no_run_has_is_said(here, caplog):
     assert "fedavgm;" not in caplog.text
 
 
-def test_a_sweep_is_not_a_run(here, capsys, monkeypatch):
-    written(here / "many.yaml", sweep={"seed": "0..4"})
-    monkeypatch.setattr(sys, "argv", ["raysim", "run", "many.yaml"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 2 and "raysim sweep many.yaml" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["raysim", "run", "many.yaml", "rounds=2"])
-    with pytest.raises(SystemExit):
-        cli.main()
-    err = capsys.readouterr().err
+def test_a_sweep_is_not_a_run(raysim_):
+    written(Path("many.yaml"), sweep={"seed": "0..4"})
+    refused = raysim_("run", "many.yaml")
+    assert refused.code == 2 and "raysim sweep many.yaml" in refused.err
+    err = raysim_("run", "many.yaml", "rounds=2").err
     assert "`raysim sweep many.yaml rounds=2` trains them; with --dry-run it lists them" in err
     assert "with --where seed=0 only those" in err
     with pytest.raises(ConfigError, match="several runs"):
