@@ -257,18 +257,10 @@ def test_ones_own_method_by_path(raysim_, small, source):
         ),
         ("clients", {"name", "from", "family", "what", "keys"}, set(CLIENT_RULES)),
         ("servers", {"name", "from", "family", "what", "keys"}, set(SERVER_RULES)),
-        (
-            "models",
-            {"name", "from", "what"},
-            {"logistic", "mlp", "tinynn", "lenet5", "vgg11", "resnet20", "lenet"},
-        ),
+        ("models", {"name", "from", "what"}, {"logistic", "mlp", "tinynn", "lenet5", "vgg11", "resnet20", "lenet"}),
         ("data", {"name", "from", "here", "what"}, {"digits", "mnist", "cifar10"}),
         ("probes", {"name", "from", "what", "keys"}, {"evaluate.theory", "record_updates"}),
-        (
-            "partitions",
-            {"name", "what", "keys"},
-            {"iid", "dirichlet", "shards", "natural", "file", "virtual"},
-        ),
+        ("partitions", {"name", "what", "keys"}, {"iid", "dirichlet", "shards", "natural", "file", "virtual"}),
         ("stages", {"name", "what", "keys"}, {"clip", "topk", "qsgd"}),
         ("sampling", {"name", "what", "keys"}, {"uniform", "samples", "poisson"}),
         ("optimizers", {"name", "what", "keys"}, {"sgd", "adam", "adamw"}),
@@ -280,7 +272,7 @@ def test_ones_own_method_by_path(raysim_, small, source):
             {"accuracy", "clients/used", "system/round_seconds", "system/worker_utilization"},
         ),
     ],
-)
+)  # fmt: skip
 def test_list(raysim_, what, columns, some):
     whole = ["--family", "all"] if what == "algorithms" else []
     said = raysim_("list", what, "--json", *whole)

@@ -600,13 +600,9 @@ MANY = {
         ({"data": "digits", "partition": "iid"}, [], ["model.name", "data.name=quadratics"]),
         ({}, ["data.problem.mu=3"], ["data.problem", "'mu'"]),
         ({}, ["data.augment=true"], ["data.augment"]),
-        (
-            {"data": {"name": "digits", "problem": {"clients": 3}}},
-            [],
-            ["data.problem", "quadratics"],
-        ),
+        ({"data": {"name": "digits", "problem": {"clients": 3}}}, [], ["data.problem", "quadratics"]),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_one_message(changes, arguments, parts, raysim_, file):
     code, _, err = raysim_("check-convergence", file(**changes), *arguments)
     assert code == 2 and "Traceback" not in err
@@ -618,12 +614,9 @@ def test_mistakes_are_one_message(changes, arguments, parts, raysim_, file):
     ("config", "key"),
     [
         ({**MANY, "rounds": 10}, "sample"),
-        (
-            {"data": "digits", "model": {"name": "mlp", "hidden": [1000, 1000]}, "rounds": 20_000},
-            "every",
-        ),
+        ({"data": "digits", "model": {"name": "mlp", "hidden": [1000, 1000]}, "rounds": 20_000}, "every"),
     ],
-)
+)  # fmt: skip
 def test_what_costs_too_much_says_so_and_what_would_do(config, key, base):
     asked = {"every": 0, "theory": {"every": 1}}
     with pytest.raises(ConfigError) as caught:

@@ -249,23 +249,13 @@ def test_claims(uri, tmp_path: Path):
         ("table", None, {}, "runs: name experiments, or ids of runs"),
         ("table", "method", {}, "no experiment, and no run, is called 'method'"),
         ("curves", "methods", {"x_axis": "hours"}, "x_axis .--x-axis.: unknown unit 'hours'"),
-        (
-            "table",
-            "methods",
-            {"relative_to": "algorithm=a"},
-            "relative_to .--relative-to.: needs a target",
-        ),
-        (
-            "speedup",
-            "methods",
-            {"target": 0.5, "metric": "accuracy", "over": "algorithm.name"},
-            "--over",
-        ),
+        ("table", "methods", {"relative_to": "algorithm=a"}, "relative_to .--relative-to.: needs a target"),
+        ("speedup", "methods", {"target": 0.5, "metric": "accuracy", "over": "algorithm.name"}, "--over"),
         ("sweep", "methods", {}, "x: report 'sweep' requires this option"),
         ("claims", None, {}, "config: report 'claims' requires this option"),
         ("claims", None, {"where": "seed=0"}, "unknown option.*known: config, ledger, uri"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_report_is_refused(uri, kind, runs, options, said):
     given = {"uri": uri, **options}
     with pytest.raises(ConfigError, match=said):

@@ -305,29 +305,23 @@ def test_best_of():
     runs = [
         run([value + seed / 100], algorithm=name, alpha=alpha, lr=lr, seed=seed)
         for name, alpha, lr, value in [
-            *(
-                ("fedavg", 0.1, 0.1, 0.5),
-                ("fedavg", 0.1, 0.01, 0.7),
-                ("fedavg", 1, 0.1, 0.8),
-                ("fedavg", 1, 0.01, 0.6),
-            ),
-            *(
-                ("gradma", 0.1, 0.1, 0.9),
-                ("gradma", 0.1, 0.01, 0.7),
-                ("gradma", 1, 0.1, 0.3),
-                ("gradma", 1, 0.01, 0.4),
-            ),
+            ("fedavg", 0.1, 0.1, 0.5),
+            ("fedavg", 0.1, 0.01, 0.7),
+            ("fedavg", 1, 0.1, 0.8),
+            ("fedavg", 1, 0.01, 0.6),
+            ("gradma", 0.1, 0.1, 0.9),
+            ("gradma", 0.1, 0.01, 0.7),
+            ("gradma", 1, 0.1, 0.3),
+            ("gradma", 1, 0.01, 0.4),
         ]
         for seed in (0, 1)
     ]
     kept = rows(runs, best_of=["algorithm", "partition.alpha"])
     assert [tuple(row.parameters.values()) for row in kept] == [
-        *(
-            ("fedavg", "0.1", "0.01"),
-            ("fedavg", "1", "0.1"),
-            ("gradma", "0.1", "0.1"),
-            ("gradma", "1", "0.01"),
-        )
+        ("fedavg", "0.1", "0.01"),
+        ("fedavg", "1", "0.1"),
+        ("gradma", "0.1", "0.1"),
+        ("gradma", "1", "0.01"),
     ]
     assert [row.seeds for row in kept] == [2] * 4
     with pytest.raises(
@@ -539,17 +533,14 @@ def test_many_pages(store, monkeypatch: pytest.MonkeyPatch):
     [
         (["othr"], "is called 'othr'; did you mean 'other'"),
         (["0" * 32], f"is called '{'0' * 32}'"),
-        (
-            ["other", "--metric", "acuracy"],
-            "no run has a metric 'acuracy'; did you mean 'accuracy'",
-        ),
+        (["other", "--metric", "acuracy"], "no run has a metric 'acuracy'; did you mean 'accuracy'"),
         (["other", "--best-of", "lr"], "(--best-of): no run has a parameter 'lr'"),
         (["other", "--format", "html"], "--format: nothing called 'html'"),
         (["other", "--out", "/nowhere/at/all"], "--out: /nowhere/at/all cannot be written"),
         (["other", "--uri", "sqlite:////nowhere/mlflow.db"], "there is no /nowhere/mlflow.db"),
         (["other", "--uri", "mlruns"], "tracking.uri: 'mlruns' is a folder"),
     ],
-)
+)  # fmt: skip
 def test_mistakes(store, arguments, said, raysim_):
     uri = [] if "--uri" in arguments else ["--uri", store[0]]
     assert_refused(raysim_("report", "table", *arguments, *uri), said)
@@ -638,29 +629,23 @@ def test_pictures_by_the_commands(store, tmp_path: Path, raysim_):
             ["curves", "other", "--metric", "accuracy", "--group", "seed,local.lr"],
             "other-curves-accuracy-seed_local.lr.png",
         ),
-        (
-            ["sweep", "other", "--x", "local.lr", "--target", "0.5"],
-            "other-sweep-local.lr-target0.5.png",
-        ),
+        (["sweep", "other", "--x", "local.lr", "--target", "0.5"], "other-sweep-local.lr-target0.5.png"),
         (
             ["curves", "other", "--where", "local.lr=0.1", "--where", "seed=0,1"],
             "other-curves-local.lr_0.1_seed_0_1.png",
         ),
-    ):
+    ):  # fmt: skip
         code, out, _ = call(*arguments)
         assert code == 0 and out.endswith(f" in {name}\n") and Path(name).exists()
     for arguments, said in (
         (["curves", "other", "--out", "/nowhere/x.png"], "--out: /nowhere/x.png cannot be written"),
-        (
-            ["curves", "other", "--x-axis", "byte"],
-            "(--x-axis): unknown unit 'byte'; did you mean 'bytes'",
-        ),
+        (["curves", "other", "--x-axis", "byte"], "(--x-axis): unknown unit 'byte'; did you mean 'bytes'"),
         (["curves", "other", "--out", str(tmp_path / "x.txt")], "must end in .png, .svg or .pdf"),
         (["curves", "other", "--x-axis", "bytes"], "no run is left"),
         (["sweep", "other", "--x", "lr", "--y", "seed"], "no run has a parameter 'lr'"),
         (["sweep", "other", "--x", "seed", "--y", "local.lr", "--log-x"], "--log-x: a heatmap"),
         (["table", "other", "--relative-to", "seed=0"], "--relative-to"),
-    ):
+    ):  # fmt: skip
         assert_refused(call(*arguments), said)
 
 
@@ -826,14 +811,11 @@ def test_differences_and_ranks_are_of_the_first_statistic():
         ({"select_by": "val/acc"}, r"^select_by .--select-by.: .*'val/acc'; did you mean"),
         ({"metric": "loss", "select_by": "val/late"}, r"^select_by .*no round with a value of"),
         ({"statistic": "median"}, r"^statistic .--statistic.: unknown statistic 'median'"),
-        (
-            {"metric": "loss", "label": {"Mne": "Ours"}},
-            r"^label .--label.: .*'Mne'; did you mean 'Mine'",
-        ),
+        ({"metric": "loss", "label": {"Mne": "Ours"}}, r"^label .--label.: .*'Mne'; did you mean 'Mine'"),
         ({"label": "Mine"}, r"^label .--label.: 'Mine' is not VALUE=NAME"),
         ({"metric": "accuracy", "statistic": "last", "paper": "gradma"}, "are best values"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_table_is_refused(measured, options, error):
     with pytest.raises(ConfigError, match=error):
         raysim.report("table", "study", uri=measured, **options)

@@ -868,24 +868,15 @@ def test_an_empty_report_says_what_to_do(store, raysim_):
     store.run(names, 0.5)
     for arguments, said in (
         (["empty"], "empty: no run is there; start runs with raysim run or raysim sweep"),
-        (
-            ["failed"],
-            "no run is finished (1 FAILED, 1 RUNNING); wait for them, or resume them with raysim resume",
-        ),
+        (["failed"], "no run is finished (1 FAILED, 1 RUNNING); wait for them, or resume them with raysim resume"),
         (["nan"], "nan: no run is left; the warnings above say why"),
         (["names", "--metric", "psnr"], "no run has a metric 'psnr' (known: accuracy)"),
         (["nowhere"], "error: no experiment, and no run, is called 'nowhere' (known: "),
-        (
-            ["names", "--target", "80"],
-            "accuracy is a share, at most 1, and never 80; write 0.8 for",
-        ),
+        (["names", "--target", "80"], "accuracy is a share, at most 1, and never 80; write 0.8 for"),
         (["names", "--target", "papr"], "(--target): 'papr' is neither a number nor 'paper'"),
         (["names", "--target", "paper"], "(--target): 'paper' needs a paper; pass paper"),
-        (
-            ["names", "--target", "paper", "--paper", "gradma", "--relative-to", "seed=1"],
-            "--relative-to",
-        ),
-    ):
+        (["names", "--target", "paper", "--paper", "gradma", "--relative-to", "seed=1"], "--relative-to"),
+    ):  # fmt: skip
         for command in (["table"], ["curves"])[: 1 if len(arguments) > 1 else 2]:
             assert_refused(raysim_("report", *command, *arguments, "--uri", store.uri), said)
 
