@@ -38,9 +38,9 @@ def plot_reconstructions(
         axes.set_axis_off()
     for k, (name, before, after, quality) in enumerate(shown):
         band, column = divmod(k, IMAGES_PER_ROW)
-        psnr = (
-            "none" if np.isnan(quality) else "exact" if np.isinf(quality) else f"{quality:.1f} dB"
-        )
+        psnr = f"{quality:.1f} dB"
+        if not np.isfinite(quality):
+            psnr = "none" if np.isnan(quality) else "exact"
         for row, image, text in (
             (2 * band, before, f"sent: {name}"),
             (2 * band + 1, after, f"recovered: {psnr}"),

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,7 @@ class RunSource:
         title = ", ".join(self.names or map(str, self.ledgers))
 
         def selected(runs: Sequence[FinishedRun]) -> list[TrackedRun]:
-            chosen = with_values([run.params for run in runs], self.where, "run")
-            done = [runs[i] for i in chosen]
+            done = with_values(runs, self.where, "run", attrgetter("params"))
             first_counts = bool(self.ledgers)
             tracked = with_histories(done, title, metric, say, cost_unit, first_counts)
             known = frozenset().union(*(run.params for run in runs))

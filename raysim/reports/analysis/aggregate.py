@@ -168,7 +168,6 @@ def _row(
     runs = [run for run in members if run.history]
     chosen = [run.chosen for run in runs if run.chosen]
     last_rounds = [run.history[-1][0] for run in runs] or [0]
-    params = [run.params for run in members]
     return TableRow(
         parameters,
         len(members),
@@ -176,13 +175,13 @@ def _row(
         _cost_of_target(runs, target, figures[0].lower),
         (min(last_rounds), max(last_rounds)),
         tuple(run.run_id for run in members),
-        dict(set.intersection(*(set(values.items()) for values in params))),
+        dict(set.intersection(*(set(run.params.items()) for run in members))),
         choice=MeanStd.of([value for _, value in chosen]),
         choice_lower=choice_lower,
         chosen_round=MeanStd.of([t for t, _ in chosen]),
         target=target,
         unfinished=_unfinished(members),
-        pooled=bool(set(varied(params)) - {PARTITION_SEED}),
+        pooled=bool(set(varied(members)) - {PARTITION_SEED}),
     )
 
 

@@ -63,9 +63,7 @@ def share_of(
     """
     # Raises if no scenario has a reference run.
     fraction_of(runs, reference, share)
-    keys = [
-        key for key in varied([run.params for run in runs]) if key.startswith(SCENARIO_KEY_PREFIXES)
-    ]
+    keys = [key for key in varied(runs) if key.startswith(SCENARIO_KEY_PREFIXES)]
 
     def scenario_of(run: TrackedRun) -> tuple:
         return tuple(map(run.params.get, keys))

@@ -260,8 +260,7 @@ def _methods(
     runs: Sequence[TrackedRun],
 ) -> list[tuple[dict[str, str], list[TrackedRun]]]:
     """Return the runs in groups that differ only in their seeds, that of the partition included."""
-    varied = grouping.varied([run.params for run in runs])
-    keys = [key for key in varied if key != grouping.PARTITION_SEED]
+    keys = [key for key in grouping.varied(runs) if key != grouping.PARTITION_SEED]
     return grouping.divided(runs, keys)
 
 
