@@ -170,10 +170,7 @@ def reference_runs(runs: Sequence[TrackedRun], reference: str, option: str) -> l
 
 
 def with_values(
-    things: Sequence[T],
-    where: Sequence[str],
-    noun: str,
-    params: Callable[[T], Mapping[str, str]],
+    things: Sequence[T], where: Sequence[str], noun: str, params: Callable[[T], Mapping[str, str]]
 ) -> list[T]:
     """Return the rows, runs or trials whose parameters have given values.
 
@@ -257,9 +254,7 @@ def full_name(key: str, known: Container[str]) -> str | None:
 
 
 def grouped(
-    runs: Sequence[TrackedRun],
-    keys: Sequence[str],
-    say: Callable[[str], None] = lambda line: None,
+    runs: Sequence[TrackedRun], keys: Sequence[str], say: Callable[[str], None] = lambda line: None
 ) -> list[Group]:
     """Return groups of runs that differ only in their seed.
 
@@ -349,9 +344,7 @@ def _readable(groups: Sequence[Group]) -> list[Group]:
 
 
 def apart(
-    runs: Sequence[TrackedRun],
-    keys: Sequence[str],
-    say: Callable[[str], None] = lambda line: None,
+    runs: Sequence[TrackedRun], keys: Sequence[str], say: Callable[[str], None] = lambda line: None
 ) -> list[tuple[str, list[TrackedRun]]]:
     """Return runs split by all parameters that differ except some.
 

@@ -329,10 +329,7 @@ def speedup_report(
     )
     aim = f"{metric} {target:g}"
     return Report(
-        runs,
-        frame,
-        lambda path: plots.plot_speedup(lines, slope, aim, over, path),
-        "\n".join(text),
+        runs, frame, lambda path: plots.plot_speedup(lines, slope, aim, over, path), "\n".join(text)
     )
 
 

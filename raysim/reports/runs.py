@@ -20,13 +20,7 @@ from typing import Any
 from raysim.errors import ConfigError
 from raysim.reports.grouping import with_values
 from raysim.reports.ledger_runs import finished_rows
-from raysim.reports.tracked import (
-    CostUnit,
-    FinishedRun,
-    TrackedRun,
-    counted,
-    with_histories,
-)
+from raysim.reports.tracked import CostUnit, FinishedRun, TrackedRun, counted, with_histories
 from raysim.spelling import did_you_mean
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import open_store

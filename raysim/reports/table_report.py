@@ -214,11 +214,7 @@ def known_statistic(name: str) -> Statistic:
 
 
 def _runs_by_metric(
-    source: RunSource,
-    say: Say,
-    metrics: Sequence[str] | None,
-    select_by: str,
-    cost_unit: CostUnit,
+    source: RunSource, say: Say, metrics: Sequence[str] | None, select_by: str, cost_unit: CostUnit
 ) -> list[list[TrackedRun]]:
     """Return the runs of each metric; with `select_by` with the round that it chooses."""
     by_metric = [source.finished(metric, say, cost_unit) for metric in metrics or [None]]

@@ -492,10 +492,7 @@ def test_an_experiment(store):
     found = table(["other"], uri, say=said.append)
     assert [
         (row.parameters["local.lr"], row.seeds, row.result.mean, row.rounds) for row in found
-    ] == [
-        ("0.1", 2, pytest.approx((0.6 + 0.7) / 2), (2, 2)),
-        ("0.2", 1, 0.4, (0, 0)),
-    ]
+    ] == [("0.1", 2, pytest.approx((0.6 + 0.7) / 2), (2, 2)), ("0.2", 1, 0.4, (0, 0))]
     (last,) = (value for figure, value in found[0].values.items() if figure.statistic == "last")
     assert last.mean == pytest.approx((0.5 + 0.7) / 2)
     assert said == [

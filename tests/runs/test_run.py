@@ -677,8 +677,7 @@ SIGNALS = {"inline-SIGINT": 130, "ray-SIGTERM": 143}
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=pytest.mark.ray) for name in SIGNALS],
+    scope="module", params=[pytest.param(name, marks=pytest.mark.ray) for name in SIGNALS]
 )
 def signalled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, uri: str

@@ -141,12 +141,7 @@ class Panel(NamedTuple):
 
 
 def plot_heatmap(
-    panels: Sequence[Panel],
-    x: str,
-    y: str,
-    shown: Figure,
-    path: Path,
-    names: Names = NO_NAMES,
+    panels: Sequence[Panel], x: str, y: str, shown: Figure, path: Path, names: Names = NO_NAMES
 ) -> None:
     """Plot heatmaps of a result over two parameters; the first value of y is at the top.
 

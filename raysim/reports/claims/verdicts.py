@@ -24,13 +24,7 @@ from raysim.reports.analysis.aggregate import direction, result_of_run
 from raysim.reports.analysis.comparisons import paired_difference
 from raysim.reports.claims.claim_section import Claim, ClaimSide, RoundsTo
 from raysim.reports.published import same_value
-from raysim.reports.table_columns import (
-    MISSING_TEXT,
-    as_markdown,
-    difference_text,
-    number,
-    rounded,
-)
+from raysim.reports.table_columns import MISSING_TEXT, as_markdown, difference_text, number, rounded
 from raysim.reports.table_row import MeanStd
 from raysim.reports.tracked import MetricMissing, TrackedRun
 
@@ -129,10 +123,7 @@ def _keys_of_right_side(
 
 
 def _values_of_lines(
-    claim: Claim,
-    pool: Sequence[TrackedRun],
-    compared: Sequence[TrackedRun],
-    keys: Sequence[str],
+    claim: Claim, pool: Sequence[TrackedRun], compared: Sequence[TrackedRun], keys: Sequence[str]
 ) -> list[dict[str, str]]:
     """Return the values of the keys in each line: those of the runs, and those the left side lists.
 
@@ -256,9 +247,7 @@ def _missing_runs(
     return ""
 
 
-def _methods(
-    runs: Sequence[TrackedRun],
-) -> list[tuple[dict[str, str], list[TrackedRun]]]:
+def _methods(runs: Sequence[TrackedRun]) -> list[tuple[dict[str, str], list[TrackedRun]]]:
     """Return the runs in groups that differ only in their seeds, that of the partition included."""
     keys = [key for key in grouping.varied(runs) if key != grouping.PARTITION_SEED]
     return grouping.divided(runs, keys)
