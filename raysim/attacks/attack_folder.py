@@ -6,12 +6,14 @@ import csv
 import json
 import logging
 import math
+from contextlib import suppress
 from pathlib import Path
 
 from raysim.attacks.plots import plot_reconstructions
 from raysim.attacks.reconstructions import AttackResult
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, RaysimError, round_name
+from raysim.system import files
 from raysim.tracking.late_sending import add_to
 
 logger = logging.getLogger("raysim")
@@ -60,23 +62,15 @@ def _write_table(result: AttackResult, plan: Plan, path: Path) -> None:
 
 def _plot(result: AttackResult, plan: Plan, path: Path) -> None:
     """Plot each image above its reconstruction."""
-    pairs = [
-        (
-            f"client {client.client}: {plan.dataset.classes[label]}",
-            before.numpy(),
-            after.numpy(),
-            quality,
-        )
-        for client in result.clients
-        for label, before, after, quality in zip(
-            client.labels, client.original, client.reconstructed, client.psnr, strict=True
-        )
-    ]
-    mean = (
-        "no image with a finite PSNR"
-        if math.isnan(result.psnr)
-        else f"mean PSNR {result.psnr:.2f} dB, median {result.median:.2f}"
-    )
+    pairs = []
+    for client in result.clients:
+        images = zip(client.original.numpy(), client.reconstructed.numpy(), strict=True)
+        for label, quality, (before, after) in zip(client.labels, client.psnr, images, strict=True):
+            name = f"client {client.client}: {plan.dataset.classes[label]}"
+            pairs.append((name, before, after, quality))
+    mean = f"mean PSNR {result.psnr:.2f} dB, median {result.median:.2f}"
+    if math.isnan(result.psnr):
+        mean = "no image with a finite PSNR"
     options = result.options
     run = f"{plan.label} on {plan.config.data.name}, {round_name(result.round)}"
     title = f"{run}: {options.cost}, {options.attacker}; {mean}"
@@ -85,11 +79,8 @@ def _plot(result: AttackResult, plan: Plan, path: Path) -> None:
 
 def _new_folder(stem: Path) -> tuple[Path, int]:
     """Create a folder, numbered if there is one already; return it and its number."""
-    for number in range(1, 10_000):
-        path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
-        try:
+    for number, path in enumerate(files.numbered(stem), 1):
+        with suppress(FileExistsError):
             path.mkdir(parents=True)
             return path, number
-        except FileExistsError:
-            continue
     raise ConfigError(f"attack: {stem} and its numbered followers are all taken; remove some")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 MAX_SHOWN_IMAGES = 40
@@ -34,15 +33,14 @@ def plot_reconstructions(
     figure = Figure(
         figsize=(max(1.4 * across, 6), 3.2 * bands + 0.5), dpi=120, layout="constrained"
     )
-    FigureCanvasAgg(figure)
     cells = figure.subplots(2 * bands, across, squeeze=False)
     for axes in cells.flat:
         axes.set_axis_off()
     for k, (name, before, after, quality) in enumerate(shown):
         band, column = divmod(k, IMAGES_PER_ROW)
-        psnr = (
-            "none" if np.isnan(quality) else "exact" if np.isinf(quality) else f"{quality:.1f} dB"
-        )
+        psnr = f"{quality:.1f} dB"
+        if not np.isfinite(quality):
+            psnr = "none" if np.isnan(quality) else "exact"
         for row, image, text in (
             (2 * band, before, f"sent: {name}"),
             (2 * band + 1, after, f"recovered: {psnr}"),

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -24,7 +23,6 @@ def plot_forgetting(rounds: Mapping[int, Mapping[str, Sequence[float]]], path: P
         path: the file to write; its folder must exist.
     """
     figure = Figure(figsize=(14, 4), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
     losses, increases, fisher = figure.subplots(1, 3)
     for when, colour in (("before", "tab:blue"), ("after", "tab:red")):
         values = np.concatenate([measured[when] for measured in rounds.values()])

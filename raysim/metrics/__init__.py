@@ -14,6 +14,9 @@ from raysim.metrics.table import (
     Metric,
 )
 
+_OF_ENGINE = [metric for metric in METRICS if not metric.users_own]
+_FORMS_OF_USERS = [metric for metric in METRICS if metric.users_own]
+
 _DECLARED: dict[str, Metric] = {}
 """Metrics that rules and the files of methods declare, by name."""
 
@@ -28,8 +31,7 @@ def declare(name: str, unit: str, meaning: str, rule: str, users_own: bool) -> N
         rule: name of the rule. Several rules may declare one metric.
         users_own: whether the rule is not shipped.
     """
-    own = [metric for metric in METRICS if not metric.users_own]
-    if any(metric.matches(name) for metric in own):
+    if any(metric.matches(name) for metric in _OF_ENGINE):
         return  # what it is stands in the engine's list
     rules = frozenset({rule})
     if before := _DECLARED.get(name):
@@ -85,7 +87,7 @@ def all_metrics() -> list[Metric]:
 
     Those of users' files are one entry, whatever this process has imported.
     """
-    metrics = [metric for metric in METRICS if not metric.users_own]
+    metrics = list(_OF_ENGINE)
     for declared in _DECLARED.values():
         if declared.users_own:
             continue
@@ -97,7 +99,7 @@ def all_metrics() -> list[Metric]:
             if same or metric.name == part:
                 places.append(i)
         metrics.insert(places[-1] + 1 if places else len(metrics), declared)
-    return metrics + [metric for metric in METRICS if metric.users_own]
+    return metrics + _FORMS_OF_USERS
 
 
 def find_metric(name: str) -> Metric | None:
@@ -106,9 +108,7 @@ def find_metric(name: str) -> Metric | None:
     Args:
         name: name of the metric.
     """
-    shipped = [metric for metric in METRICS if not metric.users_own]
-    users_own = [metric for metric in METRICS if metric.users_own]
-    candidates = [*shipped, *_DECLARED.values(), *users_own]
+    candidates = [*_OF_ENGINE, *_DECLARED.values(), *_FORMS_OF_USERS]
     return next((metric for metric in candidates if metric.matches(name)), None)
 
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
+from raysim.by_key import by_key
 from raysim.config.schema import FEDAVG, SECTIONS_WITH_NAME
 from raysim.errors import ConfigError
 from raysim.reports.published import same_value
 from raysim.reports.table_row import short
-from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun, by_key, counted
+from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun, counted
 from raysim.reports.value_names import readable
 from raysim.spelling import did_you_mean
 from raysim.tracking.recorder import flatten_parameters
+
+T = TypeVar("T")
 
 SIDE_COLUMN = "side"
 """Derived parameter: the side on which a method differs from FedAvg. Shown only on request."""
@@ -166,22 +169,25 @@ def reference_runs(runs: Sequence[TrackedRun], reference: str, option: str) -> l
     return chosen
 
 
-def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun: str) -> list[int]:
-    """Return the positions of the runs whose parameters have given values.
+def with_values(
+    things: Sequence[T], where: Sequence[str], noun: str, params: Callable[[T], Mapping[str, str]]
+) -> list[T]:
+    """Return the rows, runs or trials whose parameters have given values.
 
     Args:
-        params: Values by parameter, of each run.
+        things: What has the parameters.
         where: KEY=VALUE texts; KEY=VALUE,VALUE are any of several, KEY=0..4 any of a range. Names
             are those of `resolved`, and numbers are compared as numbers. A run without the key
             has the value null.
-        noun: What has the parameters, for errors: "row", "run" or "trial".
+        noun: Word for one of them in errors: "row", "run" or "trial".
+        params: Function from one of them to its values by parameter.
 
     Raises:
         ConfigError: A text is not KEY=VALUE, or no run has the key or all the values.
     """
     if not where:
-        return list(range(len(params)))
-    every: Any = pd.DataFrame(list(params), dtype=object).fillna(_ABSENT)
+        return list(things)
+    every: Any = pd.DataFrame(list(map(params, things)), dtype=object).fillna(_ABSENT)
     kept = every
     for text in where:
         key, _, allowed = text.partition("=")
@@ -197,7 +203,7 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
             _require_match(every[name], [value], f"{noun} has {name}={value}", value)
         chosen = _require_match(kept[name], asked, f"{noun} has {name}={allowed}", allowed)
         kept = kept[kept[name].isin(chosen)]
-    return kept.index.tolist()
+    return [things[i] for i in kept.index]
 
 
 def _require_match(
@@ -248,9 +254,7 @@ def full_name(key: str, known: Container[str]) -> str | None:
 
 
 def grouped(
-    runs: Sequence[TrackedRun],
-    keys: Sequence[str],
-    say: Callable[[str], None] = lambda line: None,
+    runs: Sequence[TrackedRun], keys: Sequence[str], say: Callable[[str], None] = lambda line: None
 ) -> list[Group]:
     """Return groups of runs that differ only in their seed.
 
@@ -265,7 +269,7 @@ def grouped(
     groups = divided(runs, keys)
     mixed: set[str] = set()
     for _, members in groups:
-        mixed |= set(varied([run.params for run in members]))
+        mixed |= set(varied(members))
     if mixed:
         say(f"a row holds runs that differ in {', '.join(map(short, sorted(mixed)))}")
     return _readable(groups)
@@ -283,7 +287,7 @@ def group_keys(runs: Sequence[TrackedRun], group: Sequence[str] | None) -> list[
     """
     if group:
         return resolved(runs, group, "group (--group)")
-    return varied([run.params for run in runs])
+    return varied(runs)
 
 
 def order_of_values(runs: Iterable[TrackedRun]) -> Callable[[str, str | None], tuple]:
@@ -340,9 +344,7 @@ def _readable(groups: Sequence[Group]) -> list[Group]:
 
 
 def apart(
-    runs: Sequence[TrackedRun],
-    keys: Sequence[str],
-    say: Callable[[str], None] = lambda line: None,
+    runs: Sequence[TrackedRun], keys: Sequence[str], say: Callable[[str], None] = lambda line: None
 ) -> list[tuple[str, list[TrackedRun]]]:
     """Return runs split by all parameters that differ except some.
 
@@ -368,7 +370,7 @@ def apart(
     n_omitted = len(runs) - len(complete)
     if n_omitted:
         say(f"left out: {counted(n_omitted, 'without')} {' or '.join(keys)}")
-    differing = varied([run.params for run in complete])
+    differing = varied(complete)
     parts = divided(complete, [key for key in differing if key not in known])
     return [(label(named), members) for named, members in _readable(parts)]
 
@@ -392,8 +394,10 @@ def split_scenario(params: Mapping[str, str]) -> tuple[tuple, tuple]:
     return tuple(scenario), tuple(method)
 
 
-def varied(params: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the parameters that differ, except the seed and parameters without effect on results.
+def varied(runs: Sequence[TrackedRun]) -> list[str]:
+    """Return the parameters that differ between runs, except the seed.
+
+    Parameters without effect on results are left out too.
 
     Parameters that follow from others (the rules and its defaults of other sections from the
     algorithm, the cohort from the schedule, the keys of an optimizer that only some runs use) or
@@ -403,20 +407,21 @@ def varied(params: Sequence[Mapping[str, str]]) -> list[str]:
     A parameter that is null in one run and absent in another does not differ.
 
     Args:
-        params: Values by parameter, of each run.
+        runs: The runs.
 
     Returns:
         The names of algorithm, rules and other sections first.
     """
-    if len(params) < 2:
+    if len(runs) < 2:
         return []
-    runs = pd.DataFrame(list(params), dtype=object).fillna("null")
-    differing = runs.columns[runs.ne(runs.iloc[0]).any()]
+    params = pd.DataFrame([run.params for run in runs], dtype=object).fillna("null")
+    differing = params.columns[params.ne(params.iloc[0]).any()]
     keys = [key for key in differing if not _is_ignored(key)]
-    dependent = {key for key in keys if _may_follow(key, runs, keys)}
+    dependent = {key for key in keys if _may_follow(key, params, keys)}
     columns: list[str] = []
     for key in sorted(keys, key=lambda key: _order(key, key in dependent)):
-        if key not in dependent or _n_distinct(runs, [*columns, key]) > _n_distinct(runs, columns):
+        distinguishes = _n_distinct(params, [*columns, key]) > _n_distinct(params, columns)
+        if key not in dependent or distinguishes:
             columns.append(key)
     return columns
 

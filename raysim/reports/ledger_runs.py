@@ -13,7 +13,7 @@ from raysim.ledger.kept import kept_config
 from raysim.ledger.ledger_file import read_rows, unique
 from raysim.ledger.ledger_row import Row
 from raysim.reports.tracked import FinishedRun, counted
-from raysim.spelling import did_you_mean
+from raysim.spelling import did_you_mean, lacking
 
 
 def finished_rows(
@@ -33,11 +33,11 @@ def finished_rows(
     rows = read_rows(ledgers, say, missing="ledger (--ledger)")
     experiments = sorted({row.experiment for row in rows})
     wanted = wanted or experiments
-    if strange := [name for name in wanted if name not in experiments]:
+    for name in lacking(wanted, experiments):
         files = ", ".join(map(str, ledgers))
         names = f"; there are {', '.join(experiments)}" if experiments else ""
-        hint = did_you_mean(strange[0], experiments) or names
-        raise ConfigError(f"runs: no row of {files} is of an experiment '{strange[0]}'{hint}")
+        hint = did_you_mean(name, experiments) or names
+        raise ConfigError(f"runs: no row of {files} is of an experiment '{name}'{hint}")
     selected = [row for row in rows if row.experiment in wanted]
     finished = [row for row in selected if not row.stopped]
     if len(finished) < len(selected):

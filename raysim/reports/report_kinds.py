@@ -15,7 +15,7 @@ import pandas as pd
 
 from raysim.errors import ConfigError
 from raysim.reports.analysis import plots, sensitivity, speedup
-from raysim.reports.analysis.aggregate import direction, figures_of, rows
+from raysim.reports.analysis.aggregate import figures_of, rows
 from raysim.reports.analysis.curves import Curve, along, curves, grid
 from raysim.reports.claims import claim_section, verdicts
 from raysim.reports.grouping import apart, having, label
@@ -168,7 +168,7 @@ def sweep_report(
 def _say_where_last_differs(runs: Sequence[TrackedRun], say: Say) -> None:
     """Say that best values hide how runs end, if they do."""
     metric = runs[0].metric
-    table = rows(runs, metric)
+    table = rows(runs)
     hidden = [row for row in table if any(differs(row.result, v) for v in row.values.values())]
     if hidden:
         say(
@@ -188,8 +188,8 @@ def _lines(
 ) -> Report:
     """Return results, or the rounds to a target, over one parameter."""
     metric = runs[0].metric
-    lines = along(runs, x, metric, say, target, statistic)
-    (shown,) = figures_of(metric, [statistic], direction(runs, metric))
+    lines = along(runs, x, say, target, statistic)
+    (shown,) = figures_of(runs, [statistic])
     result = f"{shown.statistic} {metric}"
     title = result if target is None else f"rounds to {metric} {target:g}"
 
@@ -218,7 +218,7 @@ def _heatmap(
     records = []
     panels: list[plots.Panel] = []
     for title, members in apart(runs, [x, y], say):
-        panel = plots.Panel(title, *grid(members, x, y, metric, say, statistic, printed))
+        panel = plots.Panel(title, *grid(members, x, y, say, statistic, printed))
         panels.append(panel)
         for pair, mean in panel.cells.items():
             records.append((title, *pair, mean, panel.published.get(pair)))
@@ -226,7 +226,7 @@ def _heatmap(
         say(f"paper (--paper): {paper} has no result for these runs")
     frame = pd.DataFrame(records, columns=["panel", x, y, "mean", "paper_best"])
     frame = with_numbers(frame if paper else frame.drop(columns="paper_best"), [x, y])
-    (shown,) = figures_of(metric, [statistic], direction(runs, metric))
+    (shown,) = figures_of(runs, [statistic])
     names = names_given(labels, _nameable(panels, x, y, metric))
 
     def plot(path: Path) -> str:
@@ -273,8 +273,7 @@ def sensitivity_report(
     known = known_statistic(statistic)
     runs = source.finished(metric, say)
     metric = runs[0].metric
-    result = sensitivity.result_of_run(known, metric)
-    effects = sensitivity.effects(runs, split_keys(keys) or (), result)
+    effects = sensitivity.effects(runs, split_keys(keys) or (), known)
     records = []
     for effect in effects:
         for group, mean in effect.means or [(None, float("nan"))]:
@@ -330,10 +329,7 @@ def speedup_report(
     )
     aim = f"{metric} {target:g}"
     return Report(
-        runs,
-        frame,
-        lambda path: plots.plot_speedup(lines, slope, aim, over, path),
-        "\n".join(text),
+        runs, frame, lambda path: plots.plot_speedup(lines, slope, aim, over, path), "\n".join(text)
     )
 
 

@@ -13,19 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from raysim.errors import ConfigError
 from raysim.reports.grouping import with_values
 from raysim.reports.ledger_runs import finished_rows
-from raysim.reports.tracked import (
-    CostUnit,
-    FinishedRun,
-    TrackedRun,
-    counted,
-    with_histories,
-)
+from raysim.reports.tracked import CostUnit, FinishedRun, TrackedRun, counted, with_histories
 from raysim.spelling import did_you_mean
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import open_store
@@ -89,8 +84,7 @@ class RunSource:
         title = ", ".join(self.names or map(str, self.ledgers))
 
         def selected(runs: Sequence[FinishedRun]) -> list[TrackedRun]:
-            chosen = with_values([run.params for run in runs], self.where, "run")
-            done = [runs[i] for i in chosen]
+            done = with_values(runs, self.where, "run", attrgetter("params"))
             first_counts = bool(self.ledgers)
             tracked = with_histories(done, title, metric, say, cost_unit, first_counts)
             known = frozenset().union(*(run.params for run in runs))

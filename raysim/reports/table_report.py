@@ -103,7 +103,6 @@ def table_report(
         check_published(runs[0].metric, statistics)
     rows = aggregate.rows(
         runs,
-        runs[0].metric,
         statistics=statistics,
         select_by=chooser,
         target=_goal(target, target_value, relative_to, runs, printed, say),
@@ -181,7 +180,7 @@ def _goal(
             return None
         return lambda members: published.published_target(printed, members[0].params)
     if relative_to:
-        return targets.share_of(runs, relative_to, value, runs[0].metric, say)
+        return targets.share_of(runs, relative_to, value, say)
     targets.refuse_unreachable(value, runs[0].metric)
     return value
 
@@ -215,11 +214,7 @@ def known_statistic(name: str) -> Statistic:
 
 
 def _runs_by_metric(
-    source: RunSource,
-    say: Say,
-    metrics: Sequence[str] | None,
-    select_by: str,
-    cost_unit: CostUnit,
+    source: RunSource, say: Say, metrics: Sequence[str] | None, select_by: str, cost_unit: CostUnit
 ) -> list[list[TrackedRun]]:
     """Return the runs of each metric; with `select_by` with the round that it chooses."""
     by_metric = [source.finished(metric, say, cost_unit) for metric in metrics or [None]]
@@ -294,8 +289,7 @@ def _with_metric(
     select_by: str,
 ) -> list[TableRow]:
     """Return rows with the columns of a further metric."""
-    metric = runs[0].metric
-    figures = aggregate.figures_of(metric, statistics, aggregate.direction(runs, metric), select_by)
+    figures = aggregate.figures_of(runs, statistics, select_by)
     by_id = {run.run_id: run for run in runs}
     more = []
     for row in rows:

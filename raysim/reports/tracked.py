@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Literal, TypeVar, get_args
@@ -81,44 +81,27 @@ class TrackedRun:
     """Names of the parameters that some run of the same source has, selected or not."""
 
     def value(self, statistic: Statistic, lower: bool) -> float:
-        """Return a statistic of the metric.
+        """Return a statistic of the metric over all rounds but round 0.
+
+        "best" is the value at the chosen round if another metric chose one. A metric that
+        accumulates has only its last value.
 
         Args:
             statistic: One of `STATISTICS`.
             lower: True if smaller values are better.
         """
-        if statistic == "best":
-            return self.best(lower)
-        return self.history[-1][1] if statistic == "last" else self.settled
-
-    def best(self, lower: bool) -> float:
-        """Return the value at the chosen round, or else the best one over all rounds but round 0.
-
-        Without a chosen round it is the last value of a metric that accumulates.
-
-        Args:
-            lower: True if smaller values are better.
-        """
-        if self.chosen is not None:
+        if statistic == "best" and self.chosen is not None:
             return dict(self.history)[self.chosen[0]]
-        if accumulates(self.metric):
+        if statistic == "last" or accumulates(self.metric):
             return self.history[-1][1]
-        return (min if lower else max)(self.trained)
+        if statistic == "best":
+            return (min if lower else max)(self.trained)
+        return statistics.fmean(self.trained[-LAST_EVALUATIONS:])
 
     @property
     def trained(self) -> list[float]:
         """Values after round 0, or the last value if there are none."""
         return [value for t, value in self.history if t > 0] or [self.history[-1][1]]
-
-    @property
-    def settled(self) -> float:
-        """Mean of the last `LAST_EVALUATIONS` values after round 0 (of all, if there are fewer).
-
-        Of a metric that accumulates it is the last value.
-        """
-        if accumulates(self.metric):
-            return self.history[-1][1]
-        return statistics.fmean(self.trained[-LAST_EVALUATIONS:])
 
     def arrival(self, target: float, lower: bool) -> int | None:
         """Return the first round that reaches a target, or None if no round does.
@@ -183,19 +166,6 @@ class FinishedRun:
 
     place: tuple[int, int] = (0, 0)
     """Place in reports: start of its sweep, and position there."""
-
-
-def by_key(things: Iterable[T], key: Callable[[T], Hashable]) -> dict[Any, list[T]]:
-    """Return things by what they have in common, in order of first appearance.
-
-    Args:
-        things: Things to group.
-        key: Function from a thing to what those of its group share.
-    """
-    groups: dict[Any, list[T]] = {}
-    for thing in things:
-        groups.setdefault(key(thing), []).append(thing)
-    return groups
 
 
 def counted(count: int, text: str) -> str:

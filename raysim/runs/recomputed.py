@@ -81,8 +81,7 @@ def having(rows: Sequence[Row], where: Sequence[str]) -> list[Row]:
     Raises:
         ConfigError: a text is not KEY=VALUE, or no row has the key or all the values.
     """
-    params = [flatten_parameters(row.config) for row in rows]
-    return [rows[i] for i in grouping.with_values(params, where, "row")]
+    return grouping.with_values(rows, where, "row", lambda row: flatten_parameters(row.config))
 
 
 def why_other_identity(row: Row) -> str:

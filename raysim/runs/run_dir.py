@@ -158,8 +158,7 @@ def make_run_dir(plan: Plan) -> Path:
         _make(path, exist_ok=True)
         return path
     stem = _stem(plan)
-    for number in range(1, 10_000):
-        path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+    for path in files.numbered(stem):
         with suppress(FileExistsError):
             _make(path)
             return path

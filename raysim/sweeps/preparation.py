@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,8 @@ def prepare_sweep(
     if not overrides and not where:  # which may leave out the runs of some claims
         _check_claims(read_claims(source), list(by_key.values()))
     if where:
-        by_key = _trials_with_values(by_key, where)
+        trials_by_key = list(by_key.items())
+        by_key = dict(grouping.with_values(trials_by_key, where, "trial", lambda t: t[1].params))
         axes = search_space.varied_values((trial.values for trial in by_key.values()), base)
     trials = list(by_key.values())
     settings = _with_stopping_metric(spec.settings, [trial.config for trial in trials])
@@ -150,7 +152,9 @@ def _points_with_values(spec: SweepSpec, where: Sequence[str]) -> list[dict[str,
         params.append(flatten_parameters(config.model_dump(mode="json")))
     early = [text for text in where if _is_known_early(params, text.partition("=")[0])]
     try:
-        return [spec.points[i] for i in grouping.with_values(params, early, "trial")]
+        points = list(zip(spec.points, params, strict=True))
+        kept = grouping.with_values(points, early, "trial", itemgetter(1))
+        return [point for point, _ in kept]
     except ConfigError:  # which names the values of all trials if they are resolved
         return spec.points
 
@@ -161,14 +165,6 @@ def _is_known_early(params: Sequence[Mapping[str, str]], key: str) -> bool:
     if name is None or HYPERPARAMETER.match(name):
         return False
     return all(entry.get(name) not in ("null", "auto") for entry in params)
-
-
-def _trials_with_values(trials: Mapping[str, Trial], where: Sequence[str]) -> dict[str, Trial]:
-    """Return the trials whose parameters have the values of `where`, by their keys."""
-    keys = list(trials)
-    params = [trial.params for trial in trials.values()]
-    kept = grouping.with_values(params, where, "trial")
-    return {keys[i]: trials[keys[i]] for i in kept}
 
 
 def _with_stopping_metric(settings: SweepSettings, trials: list[Config]) -> SweepSettings:

@@ -220,11 +220,9 @@ def _parse_sweep_section(
 
     Keys beside `grids` belong to all grids.
     """
-    whole = (
-        dict(section)
-        if isinstance(section, Mapping)
-        else {"grids": {} if section is None else section}
-    )
+    whole = {} if section is None else {"grids": section}
+    if isinstance(section, Mapping):
+        whole = dict(section)
     if strange := [key for key in whole if isinstance(key, str) and _is_strange(key)]:
         known = [*SweepSettings.model_fields, "grids", *Config.model_fields]
         raise ConfigError(f"sweep.{strange[0]}: unknown key{did_you_mean(strange[0], known)}")

@@ -188,12 +188,9 @@ def _parse_draw(key: str, item: Any) -> Draw | None:
     """Return the draw that a text such as `uniform(0, 1)` means, unchecked; else None."""
     if isinstance(item, Draw):
         return item
-    return _parse_call(key, item) if isinstance(item, str) else None
-
-
-def _parse_call(key: str, text: str) -> Draw | None:
-    """Return the draw that a text such as `uniform(0, 1)` means, unchecked; else None."""
-    match = re.fullmatch(r"\s*([a-z_]+)\s*\((.*?)(\))?\s*", text, re.DOTALL)
+    if not isinstance(item, str):
+        return None
+    match = re.fullmatch(r"\s*([a-z_]+)\s*\((.*?)(\))?\s*", item, re.DOTALL)
     if match is None:
         return None
     kind, inside, closed = match.groups()
@@ -203,7 +200,7 @@ def _parse_call(key: str, text: str) -> Draw | None:
         return None
     if not closed:
         raise ConfigError(
-            f"{key}: {text} is not closed; between braces put it into quotes, "
+            f"{key}: {item} is not closed; between braces put it into quotes, "
             f'"{kind}({_DRAW_ARGUMENTS[kind]})"'
         )
     if not inside.strip():

@@ -161,7 +161,7 @@ def write_summary(outcome: SweepResult) -> str:
         path.unlink()
     metric, runs = _trials_as_runs(outcome)
     _write_trials(outcome, metric, runs)
-    rows = aggregate.rows(runs, metric)
+    rows = aggregate.rows(runs)
     if not any(row.result for row in rows):
         return "no trial has finished"
     results = ResultsTable(rows)
@@ -185,7 +185,7 @@ def _plot(sweep: Sweep, metric: str, runs: list[TrackedRun], rows: list[TableRow
         plots.plot_scatter(_drawn(sweep, metric, runs), f"best {metric}", folder / "draws.png")
     elif len(keys) == 2:
         x, y = keys
-        panel = plots.Panel("", *grid(runs, x, y, metric))
+        panel = plots.Panel("", *grid(runs, x, y))
         plots.plot_heatmap([panel], short(x), short(y), rows[0].figure, folder / "heatmap.png")
 
 
@@ -221,7 +221,7 @@ def _metric_of_comparison(sweep: Sweep, logged: set[str]) -> str:
 
 def _best(run: TrackedRun) -> float | None:
     """Return the best value of a run, or None without a history."""
-    return run.best(aggregate.direction([run], run.metric)) if run.history else None
+    return aggregate.result_of_run(run, "best") if run.history else None
 
 
 def _write_trials(outcome: SweepResult, metric: str, runs: list[TrackedRun]) -> None:

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from raysim.by_key import by_key
 from raysim.errors import ConfigError
 from raysim.ledger.kept import kept_config, kept_history
 from raysim.ledger.ledger_file import append_rows, check_writable, read_rows
 from raysim.ledger.ledger_row import VERSIONS, Row
 from raysim.ledger.matching import matching_row
-from raysim.reports.tracked import by_key
 from raysim.runs.provenance import versions
 from raysim.runs.result import best_figures, last_and_best, write_history
 from raysim.runs.run_dir import HISTORY_FILE, without_secrets

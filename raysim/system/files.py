@@ -23,6 +23,17 @@ def make_private(folder: Path) -> None:
     folder.mkdir(PRIVATE_FOLDER_MODE, parents=True, exist_ok=True)
 
 
+def numbered(stem: Path) -> Iterator[Path]:
+    """Yield names for a new folder: the given one, and with a number from 2 on.
+
+    Args:
+        stem: path of the folder.
+    """
+    yield stem
+    for number in range(2, 10_000):
+        yield stem.with_name(f"{stem.name}-{number}")
+
+
 def is_path(text: str) -> bool:
     """Return whether a text is the path of an existing file or folder.
 

@@ -14,7 +14,6 @@ import logging
 import math
 import shlex
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,8 @@ NOTE_TAG = "mlflow.note.content"
 """Tag with the description of a run."""
 
 
-class Follower(ABC):
-    """A tracker that follows the spool of a run."""
+class Follower:
+    """A tracker that follows the spool of a run. By itself it logs nothing."""
 
     name: str
     """Name in `tracking.also`, and of the extra that installs its package."""
@@ -48,7 +47,6 @@ class Follower(ABC):
         """
         self.run_dir = run_dir
 
-    @abstractmethod
     def open(self, start: Mapping[str, Any]) -> None:
         """Begin or continue the run.
 
@@ -56,7 +54,6 @@ class Follower(ABC):
             start: the run's newest record of the kind "start".
         """
 
-    @abstractmethod
     def parameters(self, values: Mapping[str, str]) -> None:
         """Log the configuration, with dotted keys.
 
@@ -64,7 +61,6 @@ class Follower(ABC):
             values: values as text, by dotted key.
         """
 
-    @abstractmethod
     def metrics(self, values: Mapping[str, float], step: int, time: float) -> None:
         """Log the metrics of a step.
 
@@ -74,7 +70,6 @@ class Follower(ABC):
             time: time at which they were recorded, in seconds since 1970.
         """
 
-    @abstractmethod
     def tags(self, values: Mapping[str, str]) -> None:
         """Log tags; they replace older values.
 
@@ -82,7 +77,6 @@ class Follower(ABC):
             values: value of each tag by name.
         """
 
-    @abstractmethod
     def artifact(self, path: Path) -> None:
         """Log a file or a folder of the run.
 
@@ -90,11 +84,9 @@ class Follower(ABC):
             path: a file or folder, which may have been removed since.
         """
 
-    @abstractmethod
     def flush(self) -> None:
         """Write what was logged so far."""
 
-    @abstractmethod
     def close(self, status: str) -> None:
         """End the run, or leave it open for more if `status` is empty.
 
@@ -137,9 +129,6 @@ class TensorBoard(Follower):
             self._writer.add_text("description", note)
         if values:
             self._text("tags", values)
-
-    def artifact(self, path: Path) -> None:
-        """Do nothing: the file stays in the folder of the run. See `Follower.artifact`."""
 
     def _text(self, title: str, values: Mapping[str, str]) -> None:
         """Log a table of keys and values, in Markdown."""
@@ -204,9 +193,6 @@ class WandB(Follower):
                 self._files.add_dir(str(path), name=path.name)
             else:
                 self._files.add_file(str(path), overwrite=True)
-
-    def flush(self) -> None:
-        """Do nothing: a process of W&B sends the records."""
 
     def close(self, status: str) -> None:
         """Log the artifact and end the run. See `Follower.close`."""

@@ -51,12 +51,7 @@ def replay_spool(run_dir: Path, to_a_new_run: bool = False) -> int:
                 "from a copy"
             )
         server = RunClient(
-            connection,
-            restored_uri(uri),
-            start["experiment"],
-            spool.run_id,
-            run_dir,
-            replaces,
+            connection, restored_uri(uri), start["experiment"], spool.run_id, run_dir, replaces
         )
         try:
             while advance(spool, server):
@@ -95,12 +90,7 @@ def add_to(
             values = {legal(key): float(value) for key, value in metrics.items()}
             spool.append({"kind": "metrics", "time": now, "step": step, "values": values})
         spool.append(
-            {
-                "kind": "artifact",
-                "time": now,
-                "path": spool.place(artifacts),
-                "folder": place,
-            }
+            {"kind": "artifact", "time": now, "path": spool.place(artifacts), "folder": place}
         )
     replay_spool(run_dir)
 

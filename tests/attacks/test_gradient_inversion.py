@@ -562,9 +562,7 @@ def test_the_command_writes_shows_and_tracks(attacked, tmp_path, caplog, monkeyp
 
     with monkeypatch.context() as patch:  # the tracking server cannot be reached
         patch.setattr(
-            store,
-            "open_experiment",
-            lambda *_: (_ for _ in ()).throw(ConnectionError("refused")),
+            store, "open_experiment", lambda *_: (_ for _ in ()).throw(ConnectionError("refused"))
         )
         with caplog.at_level(logging.WARNING):
             again = attacked("cost=l2", "iterations=3")

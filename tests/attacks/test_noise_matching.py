@@ -147,17 +147,14 @@ def assert_refused(said: CommandResult, *words: str) -> None:
     [
         ({"noise_multiplier": [1.0, 0.1]}, ("match", "smaller one first")),
         ({"noise_multiplier": [0.0, 0.1]}, ("match.noise_multiplier", "greater than 0")),
-        (
-            {"rival": {"algorithm": "fedavg", "privacy.noise_multiplier": 1}},
-            ("match", "privacy.noise_multiplier"),
-        ),
+        ({"rival": {"algorithm": "fedavg", "privacy.noise_multiplier": 1}}, ("match", "privacy.noise_multiplier")),
         ({"rival": {"algorithm": "fedavgg"}}, ("fedavgg", "fedavg")),
         ({"rival": {"algorithm": "fedreg", "privacy.max_grad_norm": 1.0}}, ("privacy", "fedreg")),
         ({"tolerence": 1}, ("match.tolerence", "tolerance")),
         ({"attack": {"iteration": 9}}, ("match.attack.iteration", "iterations")),
         ({"images": 21}, ("schedule.cohort", "20")),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_one_message_before_anything_runs(change, words, raysim_, tmp_path):
     said = raysim_("privacy-match", file(tmp_path, **change))
     assert_refused(said, *words)

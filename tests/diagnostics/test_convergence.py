@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from itertools import combinations
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import yaml
 from support.programs import program
 
 import raysim
-from raysim import cli
 from raysim.config.sections.data import Data, Quadratics
 from raysim.data import load_dataset, quadratics
 from raysim.diagnostics import convergence, recorded_updates
@@ -548,24 +546,6 @@ def test_the_power_method_and_the_curvature_along_gradients(base, source):
 
 
 @pytest.fixture
-def raysim_(tmp_path, monkeypatch, capsys):
-    """raysim_("check-convergence", ...): exit code, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["raysim", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return (code, *capsys.readouterr())
-
-    return call
-
-
-@pytest.fixture
 def file(base, tmp_path):
     def write(**config: object) -> Path:
         path = tmp_path / "config.yaml"
@@ -620,13 +600,9 @@ MANY = {
         ({"data": "digits", "partition": "iid"}, [], ["model.name", "data.name=quadratics"]),
         ({}, ["data.problem.mu=3"], ["data.problem", "'mu'"]),
         ({}, ["data.augment=true"], ["data.augment"]),
-        (
-            {"data": {"name": "digits", "problem": {"clients": 3}}},
-            [],
-            ["data.problem", "quadratics"],
-        ),
+        ({"data": {"name": "digits", "problem": {"clients": 3}}}, [], ["data.problem", "quadratics"]),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_one_message(changes, arguments, parts, raysim_, file):
     code, _, err = raysim_("check-convergence", file(**changes), *arguments)
     assert code == 2 and "Traceback" not in err
@@ -638,12 +614,9 @@ def test_mistakes_are_one_message(changes, arguments, parts, raysim_, file):
     ("config", "key"),
     [
         ({**MANY, "rounds": 10}, "sample"),
-        (
-            {"data": "digits", "model": {"name": "mlp", "hidden": [1000, 1000]}, "rounds": 20_000},
-            "every",
-        ),
+        ({"data": "digits", "model": {"name": "mlp", "hidden": [1000, 1000]}, "rounds": 20_000}, "every"),
     ],
-)
+)  # fmt: skip
 def test_what_costs_too_much_says_so_and_what_would_do(config, key, base):
     asked = {"every": 0, "theory": {"every": 1}}
     with pytest.raises(ConfigError) as caught:
@@ -702,7 +675,7 @@ def test_a_target_must_lie_between_two_lengths():
 
 def test_the_shipped_experiment_has_the_step_sizes_of_the_corollary():
     shipped = yaml.safe_load(
-        (Path(cli.__file__).parents[2] / "configs/theory/speedup.yaml").read_text()
+        (Path(convergence.__file__).parents[2] / "configs/theory/speedup.yaml").read_text()
     )
     steps, L = shipped["local"]["steps"], shipped["data"]["problem"]["L"]
     assert load_dataset(Data(**shipped["data"])).group_names[-1] == "client 199"

@@ -212,16 +212,13 @@ def test_a_run_does_not_change_by_being_watched(base):
     ("change", "words"),
     [
         ({"schedule": {"name": "kasync", "k": 4}}, ("evaluate.forgetting", "sync")),
-        (
-            {"evaluate": {"forgetting": {"fisher": True}}},
-            ("evaluate.forgetting.fisher", "fedavg", "fedreg"),
-        ),
+        ({"evaluate": {"forgetting": {"fisher": True}}}, ("evaluate.forgetting.fisher", "fedavg", "fedreg")),
         ({"evaluate": {"forgetting": {"every": 0}}}, ("evaluate.forgetting.every",)),
         ({"record_updates": {"rounds": [-1]}}, ("record_updates.rounds",)),
         ({"record_updates": {"rounds": []}}, ("record_updates.rounds",)),
         ({"record_updates": {"rounds": [4, 9]}}, ("record_updates.rounds", "0 to 3")),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_measured_is_refused(change, words, base):
     with pytest.raises(ConfigError) as refused:
         prepare(

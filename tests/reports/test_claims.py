@@ -5,15 +5,14 @@ anything runs."""
 from __future__ import annotations
 
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from support.command_line import CommandResult, assert_refused
 from support.sweeps import SMALL
 
-from raysim import cli
 from raysim.config.loading import shipped
 from raysim.errors import ConfigError
 from raysim.prepare import resolve
@@ -74,11 +73,7 @@ def verdict(runs: list[TrackedRun], **changed: Any) -> tuple[str, tuple[int, int
     [
         ([0.5, 0.6, 0.7], [0.4, 0.5, 0.6], (CONFIRMED, (3, 0))),
         ([0.4, 0.5, 0.6], [0.5, 0.6, 0.7], (REFUTED, (0, 3))),
-        (
-            [0.9, 0.5, 0.6],
-            [0.5, 0.6, 0.7],
-            (f"{OPEN} (seeds disagree)", (1, 2)),
-        ),  # the mean agrees: 0.667, 0.6
+        ([0.9, 0.5, 0.6], [0.5, 0.6, 0.7], (f"{OPEN} (seeds disagree)", (1, 2))),  # the mean agrees: 0.667, 0.6
         ([0.6, 0.7, 0.1], [0.5, 0.6, 0.9], (REFUTED, (2, 1))),  # the mean does not: 0.467, 0.667
         ([0.5], [0.4], (f"{CONFIRMED} (one seed)", (1, 0))),
         ([0.4], [0.5], (f"{REFUTED} (one seed)", (0, 1))),
@@ -86,7 +81,7 @@ def verdict(runs: list[TrackedRun], **changed: Any) -> tuple[str, tuple[int, int
         ([0.5, 0.6], [0.4], (f"{OPEN} (no run of b with seed 1)", (1, 0))),
         ([], [0.4], (f"{OPEN} (no run of a)", (0, 0))),
     ],
-)
+)  # fmt: skip
 def test_seeds_decide(a, b, expected):
     runs = bests(a=a, b=b)
     assert verdict(runs) == expected
@@ -327,19 +322,10 @@ WRONG = [
     ([RIGHT, {**RIGHT, "is": "abve"}], "claims.1.is: "),
     ([{key: value for key, value in RIGHT.items() if key != "right"}], "claims.0.right: missing"),
     ([{**RIGHT, "figur": {}}], "claims.0.figur: unknown key; did you mean 'figure'"),
-    (
-        [{**RIGHT, "left": {"metrc": "loss"}}],
-        "claims.0.left.metrc: unknown key; did you mean 'metric'",
-    ),
+    ([{**RIGHT, "left": {"metrc": "loss"}}], "claims.0.left.metrc: unknown key; did you mean 'metric'"),
     ([{**RIGHT, "left": {"value": 3}}], "claims.0.left.value: unknown key"),
-    (
-        [{**RIGHT, "left": {"statistic": "bst"}}],
-        "claims.0.left.statistic: expected best, .*did you mean 'best'",
-    ),
-    (
-        [{**RIGHT, "left": {"statistic": {"rounds_to": "x"}}}],
-        "claims.0.left.statistic: expected best, ",
-    ),
+    ([{**RIGHT, "left": {"statistic": "bst"}}], "claims.0.left.statistic: expected best, .*did you mean 'best'"),
+    ([{**RIGHT, "left": {"statistic": {"rounds_to": "x"}}}], "claims.0.left.statistic: expected best, "),
     (
         [{**RIGHT, "left": {"statistic": {"rounds_to": 80}}}],
         "claims.0.left.statistic.rounds_to: accuracy is a share, .*; write 0.8 for 80 %",
@@ -350,27 +336,15 @@ WRONG = [
     ),
     ([{**RIGHT, "right": 90}], "claims.0.right: accuracy is a share, .*; write 0.9 for 90 %"),
     ([{**RIGHT, "margin": 2}], "claims.0.margin: accuracy is a share, .*; write 0.02 for 2 %"),
-    (
-        [{**RIGHT, "left": {"where": {"algorithm": {"name": "a"}}}}],
-        "claims.0.left.where: algorithm must have a value",
-    ),
+    ([{**RIGHT, "left": {"where": {"algorithm": {"name": "a"}}}}], "claims.0.left.where: algorithm must have a value"),
     ([{**RIGHT, "right": "a"}], "claims.0.right: expected a section"),
-    (
-        [{**RIGHT, "right": {"value": 1, "metric": "loss"}}],
-        "claims.0.right: 'value' excludes where",
-    ),
+    ([{**RIGHT, "right": {"value": 1, "metric": "loss"}}], "claims.0.right: 'value' excludes where"),
     ([{**RIGHT, "margin": -1}], "claims.0.margin: "),
     ([{**RIGHT, "is": "near"}], "claims.0: near needs a margin"),
     ([{**RIGHT, "figure": {"kind": "sweep"}}], "claims.0.figure: kind sweep needs x"),
-    (
-        [{**RIGHT, "figure": {"kind": "curves", "x": "seed"}}],
-        "claims.0.figure: kind curves has no x",
-    ),
+    ([{**RIGHT, "figure": {"kind": "curves", "x": "seed"}}], "claims.0.figure: kind curves has no x"),
     ([{**RIGHT, "figure": {"kind": "bars"}}], "claims.0.figure.kind: "),
-    (
-        [{**RIGHT, "figure": {"kind": "curves", "file": "a.txt"}}],
-        "claims.0.figure: file 'a.txt' is not a plot's name",
-    ),
+    ([{**RIGHT, "figure": {"kind": "curves", "file": "a.txt"}}], "claims.0.figure: file 'a.txt' is not a plot's name"),
     (
         [
             {**RIGHT, "figure": {"kind": "curves", "file": "a.png", "group": [g]}}
@@ -378,24 +352,18 @@ WRONG = [
         ],
         "claims.1.figure.file: a.png is another picture above",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("section", "said"), WRONG)
-def test_a_wrong_section_is_refused_by_the_sweep_and_the_report(
-    section, said, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_a_wrong_section_is_refused_by_the_sweep_and_the_report(section, said, tmp_path, raysim_):
     path = tmp_path / "wrong.yaml"
     path.write_text(yaml.safe_dump({**SMALL, "sweep": {"seed": [0, 1]}, "claims": section}))
     with pytest.raises(ConfigError, match=said):
         prepare_sweep(path)
-    monkeypatch.setattr(sys, "argv", ["raysim", "report", "claims", str(path)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert end.value.code == 2 and out == "" and "Traceback" not in err
-    assert err.startswith("error: claims") and len(err.splitlines()) == 1
+    refused = raysim_("report", "claims", path)
+    assert_refused(refused, "error: claims")
+    assert len(refused.err.splitlines()) == 1
 
 
 def test_claims_change_nothing_of_what_is_computed(tmp_path):
@@ -452,18 +420,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     return uri
 
 
-def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-
-    def call(section: Any, *more: str) -> tuple[int, str, str]:
+def test_the_command(store, raysim_):
+    def call(section: Any, *more: str) -> CommandResult:
         asked = {**SMALL, "tracking": {**SMALL["tracking"], "uri": store}}
         Path("asked.yaml").write_text(
             yaml.safe_dump(asked | ({"claims": section} if section else {}))
         )
-        monkeypatch.setattr(sys, "argv", ["raysim", "report", "claims", "asked.yaml", *more])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return int(end.value.code or 0), *capsys.readouterr()
+        return raysim_("report", "claims", "asked.yaml", *more)
 
     beats = {
         **RIGHT,
@@ -499,26 +462,10 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
     for section, arguments, said in (
         (None, [], "claims: asked.yaml has no such section"),
         ([beats], ["other"], "no experiment, and no run, is called 'other'"),
-        (
-            [{**beats, "left": {"metric": "los"}}],
-            [],
-            "claims.0.left.metric: swept: no run has a metric 'los'",
-        ),
-        (
-            [{**beats, "figure": {"kind": "sweep", "x": "rounds"}}],
-            [],
-            "no run has a parameter 'rounds'",
-        ),
-        (
-            [beats],
-            ["--figures", "claims.md/in"],
-            "--figures: cannot create claims.md/in: Not a directory",
-        ),
-        (
-            [beats],
-            ["--figures", "full"],
-            "--out: full/beats.svg cannot be written: Is a directory",
-        ),
+        ([{**beats, "left": {"metric": "los"}}], [], "claims.0.left.metric: swept: no run has a metric 'los'"),
+        ([{**beats, "figure": {"kind": "sweep", "x": "rounds"}}], [], "no run has a parameter 'rounds'"),
+        ([beats], ["--figures", "claims.md/in"], "--figures: cannot create claims.md/in: Not a directory"),
+        ([beats], ["--figures", "full"], "--out: full/beats.svg cannot be written: Is a directory"),
         *(
             (
                 [{**RIGHT, "right": 0.9}, {**RIGHT, "right": 0.9, "figure": {**nobody, **figure}}],
@@ -531,6 +478,5 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
                 {"kind": "sweep", "x": "server.beta1", "y": "seed"},
             )
         ),
-    ):
-        code, out, err = call(section, *arguments)
-        assert code == 2 and out == "" and said in err.splitlines()[-1] and "Traceback" not in err
+    ):  # fmt: skip
+        assert_refused(call(section, *arguments), said)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import logging
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import yaml
 from mlflow.entities import Metric, Param
 
 import raysim
-from raysim import cli
 from raysim.errors import ConfigError
 from raysim.tracking import mlflow_client
 
@@ -106,15 +104,9 @@ def test_the_metric_is_by_default_that_of_the_best_model(uri):
         raysim.report("table", "weather", uri=uri, paper="gradma")
 
 
-def test_a_table_is_the_command_lines(uri, capsys, monkeypatch):
-    monkeypatch.setattr(
-        sys, "argv", f"raysim report table methods --uri {uri} --target 0.5 --format csv".split()
-    )
-    with pytest.raises(SystemExit):
-        cli.main()
-    printed = pd.read_csv(
-        io.StringIO(capsys.readouterr().out), dtype={"not_finished": str}, keep_default_na=True
-    )
+def test_a_table_is_the_command_lines(uri, raysim_):
+    said = raysim_(*f"report table methods --uri {uri} --target 0.5 --format csv".split())
+    printed = pd.read_csv(io.StringIO(said.out), dtype={"not_finished": str})
     frame = raysim.report("table", "methods", uri=uri, target=0.5)
     pd.testing.assert_frame_equal(
         frame.drop(columns="not_finished"), printed.drop(columns="not_finished")
@@ -257,23 +249,13 @@ def test_claims(uri, tmp_path: Path):
         ("table", None, {}, "runs: name experiments, or ids of runs"),
         ("table", "method", {}, "no experiment, and no run, is called 'method'"),
         ("curves", "methods", {"x_axis": "hours"}, "x_axis .--x-axis.: unknown unit 'hours'"),
-        (
-            "table",
-            "methods",
-            {"relative_to": "algorithm=a"},
-            "relative_to .--relative-to.: needs a target",
-        ),
-        (
-            "speedup",
-            "methods",
-            {"target": 0.5, "metric": "accuracy", "over": "algorithm.name"},
-            "--over",
-        ),
+        ("table", "methods", {"relative_to": "algorithm=a"}, "relative_to .--relative-to.: needs a target"),
+        ("speedup", "methods", {"target": 0.5, "metric": "accuracy", "over": "algorithm.name"}, "--over"),
         ("sweep", "methods", {}, "x: report 'sweep' requires this option"),
         ("claims", None, {}, "config: report 'claims' requires this option"),
         ("claims", None, {"where": "seed=0"}, "unknown option.*known: config, ledger, uri"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_report_is_refused(uri, kind, runs, options, said):
     given = {"uri": uri, **options}
     with pytest.raises(ConfigError, match=said):

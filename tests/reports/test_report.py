@@ -8,16 +8,15 @@ import dataclasses
 import itertools
 import math
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib.image
 import pytest
+from support.command_line import CommandResult, assert_refused
 
 import raysim
-from raysim import cli
 from raysim.config.sections.storage import Tracking
 from raysim.errors import ConfigError, RaysimError
 from raysim.reports import grouping, table_report, value_names
@@ -38,10 +37,10 @@ pytestmark = pytest.mark.usefixtures("pictures")
 NUMBER = itertools.count()
 
 
-def rows(*arguments: Any, **options: Any) -> list[Any]:
+def rows(runs: list[TrackedRun], metric: str = "accuracy", **options: Any) -> list[Any]:
     """The rows of `aggregate`; `Any`, because a figure is None without values and here there are
     values."""
-    return aggregate.rows(*arguments, **options)
+    return aggregate.rows([dataclasses.replace(run, metric=metric) for run in runs], **options)
 
 
 def table(wanted: list[str], uri: str, say: Callable[[str], None] = lambda line: None) -> list[Any]:
@@ -306,29 +305,23 @@ def test_best_of():
     runs = [
         run([value + seed / 100], algorithm=name, alpha=alpha, lr=lr, seed=seed)
         for name, alpha, lr, value in [
-            *(
-                ("fedavg", 0.1, 0.1, 0.5),
-                ("fedavg", 0.1, 0.01, 0.7),
-                ("fedavg", 1, 0.1, 0.8),
-                ("fedavg", 1, 0.01, 0.6),
-            ),
-            *(
-                ("gradma", 0.1, 0.1, 0.9),
-                ("gradma", 0.1, 0.01, 0.7),
-                ("gradma", 1, 0.1, 0.3),
-                ("gradma", 1, 0.01, 0.4),
-            ),
+            ("fedavg", 0.1, 0.1, 0.5),
+            ("fedavg", 0.1, 0.01, 0.7),
+            ("fedavg", 1, 0.1, 0.8),
+            ("fedavg", 1, 0.01, 0.6),
+            ("gradma", 0.1, 0.1, 0.9),
+            ("gradma", 0.1, 0.01, 0.7),
+            ("gradma", 1, 0.1, 0.3),
+            ("gradma", 1, 0.01, 0.4),
         ]
         for seed in (0, 1)
     ]
     kept = rows(runs, best_of=["algorithm", "partition.alpha"])
     assert [tuple(row.parameters.values()) for row in kept] == [
-        *(
-            ("fedavg", "0.1", "0.01"),
-            ("fedavg", "1", "0.1"),
-            ("gradma", "0.1", "0.1"),
-            ("gradma", "1", "0.01"),
-        )
+        ("fedavg", "0.1", "0.01"),
+        ("fedavg", "1", "0.1"),
+        ("gradma", "0.1", "0.1"),
+        ("gradma", "1", "0.01"),
     ]
     assert [row.seeds for row in kept] == [2] * 4
     with pytest.raises(
@@ -499,10 +492,7 @@ def test_an_experiment(store):
     found = table(["other"], uri, say=said.append)
     assert [
         (row.parameters["local.lr"], row.seeds, row.result.mean, row.rounds) for row in found
-    ] == [
-        ("0.1", 2, pytest.approx((0.6 + 0.7) / 2), (2, 2)),
-        ("0.2", 1, 0.4, (0, 0)),
-    ]
+    ] == [("0.1", 2, pytest.approx((0.6 + 0.7) / 2), (2, 2)), ("0.2", 1, 0.4, (0, 0))]
     (last,) = (value for figure, value in found[0].values.items() if figure.statistic == "last")
     assert last.mean == pytest.approx((0.5 + 0.7) / 2)
     assert said == [
@@ -540,25 +530,17 @@ def test_many_pages(store, monkeypatch: pytest.MonkeyPatch):
     [
         (["othr"], "is called 'othr'; did you mean 'other'"),
         (["0" * 32], f"is called '{'0' * 32}'"),
-        (
-            ["other", "--metric", "acuracy"],
-            "no run has a metric 'acuracy'; did you mean 'accuracy'",
-        ),
+        (["other", "--metric", "acuracy"], "no run has a metric 'acuracy'; did you mean 'accuracy'"),
         (["other", "--best-of", "lr"], "(--best-of): no run has a parameter 'lr'"),
         (["other", "--format", "html"], "--format: nothing called 'html'"),
         (["other", "--out", "/nowhere/at/all"], "--out: /nowhere/at/all cannot be written"),
         (["other", "--uri", "sqlite:////nowhere/mlflow.db"], "there is no /nowhere/mlflow.db"),
         (["other", "--uri", "mlruns"], "tracking.uri: 'mlruns' is a folder"),
     ],
-)
-def test_mistakes(store, arguments, said, capsys, monkeypatch):
+)  # fmt: skip
+def test_mistakes(store, arguments, said, raysim_):
     uri = [] if "--uri" in arguments else ["--uri", store[0]]
-    monkeypatch.setattr(sys, "argv", ["raysim", "report", "table", *arguments, *uri])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert end.value.code == 2 and out == "" and "Traceback" not in err
-    assert err.splitlines()[-1].startswith("error: ") and said in err.splitlines()[-1]
+    assert_refused(raysim_("report", "table", *arguments, *uri), said)
 
 
 def test_a_dead_server_is_code_1():
@@ -567,47 +549,42 @@ def test_a_dead_server_is_code_1():
     assert caught.value.exit_code == 1
 
 
-def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):
-    def call(*more: str) -> tuple[str, str]:
-        monkeypatch.setattr(
-            sys, "argv", ["raysim", "report", "table", "other", "--uri", store[0], *more]
-        )
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert not end.value.code
-        return capsys.readouterr()
-
-    out, err = call("--target", "0.6")
+def test_the_command(store, tmp_path: Path, raysim_):
+    asked = ("report", "table", "other", "--uri", store[0])
+    _, out, err = raysim_(*asked, "--target", "0.6")
     assert out.splitlines()[2:] == [
         "| 0.1 | 2 | 65.00 ± 7.07 | 60.00 ± 14.14 | 1.5 ± 0.7 | 2 |",
         "| 0.2 | 1 | 40.00 | 40.00 | – | 0 |",
     ]
     assert "2 runs left out: unfinished or failed" in err
-    out, _ = call("--group", "seed")
+    out = raysim_(*asked, "--group", "seed").out
     assert [line.split("|")[1].strip() for line in out.splitlines()[2:]] == ["0", "1"]
-    out, _ = call("--format", "csv", "--out", str(tmp_path / "table.csv"))
-    assert out == "" and (tmp_path / "table.csv").read_text().startswith(
+    said = raysim_(*asked, "--format", "csv", "--out", tmp_path / "table.csv")
+    assert (said.code, said.out) == (0, "") and (tmp_path / "table.csv").read_text().startswith(
         "local.lr,seeds,best,best_std,"
     )
 
 
-def test_what_runs_spent_comes_from_their_metrics(tmp_path: Path):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    one = Tracker(Tracking(uri=uri, experiment="spent"), tmp_path / "run")
+def tracked(folder: Path, metrics: dict[int, dict[str, float]]) -> RunSource:
+    """The source of a run with these metrics by round."""
+    uri = f"sqlite:///{folder}/mlflow.db"
+    one = Tracker(Tracking(uri=uri, experiment="one"), folder / "run")
     one.start("one", {"local": {"lr": 0.1}}, {})
-    one.metrics({"accuracy": 0.1, "virtual_time": 0.0}, 0)
-    for t in (1, 2):
-        costs = {
-            "virtual_time": 7.0 * t,
-            "bytes_up": 100.0 * t,
-            "bytes_down": 10.0 * t,
-            "system/round_seconds": 2.0 + t,
-        }
-        one.metrics({"accuracy": 0.1 + t / 10, **costs}, t)
+    for t, values in metrics.items():
+        one.metrics(values, t)
     one.finish("FINISHED")
+    return RunSource(["one"], uri)
+
+
+def test_what_runs_spent_comes_from_their_metrics(tmp_path: Path):
+    metrics = {0: {"accuracy": 0.1, "virtual_time": 0.0}}
+    for t in (1, 2):
+        costs = {"virtual_time": 7.0 * t, "bytes_up": 100.0 * t, "bytes_down": 10.0 * t}
+        metrics[t] = {"accuracy": 0.1 + t / 10, "system/round_seconds": 2.0 + t, **costs}
+    source = tracked(tmp_path, metrics)
 
     def spent(kind: Any) -> list[float]:
-        (found,) = RunSource(["spent"], uri).finished(cost_unit=kind)
+        (found,) = source.finished(cost_unit=kind)
         return [found.cost(t) for t in (0, 1, 2)]
 
     assert spent("rounds") == [0, 1, 2] and spent("virtual time") == [0, 7, 14]
@@ -615,36 +592,21 @@ def test_what_runs_spent_comes_from_their_metrics(tmp_path: Path):
 
 
 def test_a_count_that_was_not_logged_is_zero(tmp_path: Path):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    one = Tracker(Tracking(uri=uri, experiment="counts"), tmp_path / "counts")
-    one.start("counts", {"local": {"lr": 0.1}}, {})
-    for t in (1, 2):
-        one.metrics({"clients/used": 3.0}, t)
-    one.finish("FINISHED")
-    (found,) = RunSource(["counts"], uri).finished("clients/failed")
+    source = tracked(tmp_path, {t: {"clients/used": 3.0} for t in (1, 2)})
+    (found,) = source.finished("clients/failed")
     assert found.history == [(1, 0.0), (2, 0.0)]
 
 
 def test_what_was_infinite_comes_back_as_that(tmp_path: Path):
     """MLflow keeps the largest double in its place."""
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    one = Tracker(Tracking(uri=uri, experiment="far"), tmp_path / "run")
-    one.start("one", {"local": {"lr": 0.1}}, {})
-    for t, loss in enumerate((2.0, math.inf, math.nan, 1e300)):
-        one.metrics({"loss": loss}, t)
-    one.finish("FINISHED")
-    (found,) = RunSource(["far"], uri).finished("loss")
+    losses = {t: {"loss": loss} for t, loss in enumerate((2.0, math.inf, math.nan, 1e300))}
+    (found,) = tracked(tmp_path, losses).finished("loss")
     assert found.history == [(0, 2.0), (1, math.inf), (3, 1e300)]
 
 
-def test_pictures_by_the_commands(
-    store, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-):
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["raysim", "report", *arguments, "--uri", store[0]])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return int(end.value.code or 0), *capsys.readouterr()
+def test_pictures_by_the_commands(store, tmp_path: Path, raysim_):
+    def call(*arguments: str) -> CommandResult:
+        return raysim_("report", *arguments, "--uri", store[0])
 
     path = tmp_path / "picture.png"
     code, out, _ = call("curves", "other", "--out", str(path))
@@ -658,38 +620,30 @@ def test_pictures_by_the_commands(
     drawing = tmp_path / "picture.svg"
     code, out, _ = call("sweep", "other", "--x", "local.lr", "--log-x", "--out", str(drawing))
     assert code == 0 and out == f"1 line in {drawing}\n" and "<svg" in drawing.read_text()
-    monkeypatch.chdir(tmp_path)
     for arguments, name in (
         (["curves", "other"], "other-curves.png"),
         (
             ["curves", "other", "--metric", "accuracy", "--group", "seed,local.lr"],
             "other-curves-accuracy-seed_local.lr.png",
         ),
-        (
-            ["sweep", "other", "--x", "local.lr", "--target", "0.5"],
-            "other-sweep-local.lr-target0.5.png",
-        ),
+        (["sweep", "other", "--x", "local.lr", "--target", "0.5"], "other-sweep-local.lr-target0.5.png"),
         (
             ["curves", "other", "--where", "local.lr=0.1", "--where", "seed=0,1"],
             "other-curves-local.lr_0.1_seed_0_1.png",
         ),
-    ):
+    ):  # fmt: skip
         code, out, _ = call(*arguments)
         assert code == 0 and out.endswith(f" in {name}\n") and Path(name).exists()
     for arguments, said in (
         (["curves", "other", "--out", "/nowhere/x.png"], "--out: /nowhere/x.png cannot be written"),
-        (
-            ["curves", "other", "--x-axis", "byte"],
-            "(--x-axis): unknown unit 'byte'; did you mean 'bytes'",
-        ),
+        (["curves", "other", "--x-axis", "byte"], "(--x-axis): unknown unit 'byte'; did you mean 'bytes'"),
         (["curves", "other", "--out", str(tmp_path / "x.txt")], "must end in .png, .svg or .pdf"),
         (["curves", "other", "--x-axis", "bytes"], "no run is left"),
         (["sweep", "other", "--x", "lr", "--y", "seed"], "no run has a parameter 'lr'"),
         (["sweep", "other", "--x", "seed", "--y", "local.lr", "--log-x"], "--log-x: a heatmap"),
         (["table", "other", "--relative-to", "seed=0"], "--relative-to"),
-    ):
-        code, out, err = call(*arguments)
-        assert code == 2 and out == "" and said in err.splitlines()[-1] and "Traceback" not in err
+    ):  # fmt: skip
+        assert_refused(call(*arguments), said)
 
 
 def test_a_trial_that_a_later_sweep_reuses_stays_in_the_earlier_ones_table(tmp_path: Path):
@@ -854,14 +808,11 @@ def test_differences_and_ranks_are_of_the_first_statistic():
         ({"select_by": "val/acc"}, r"^select_by .--select-by.: .*'val/acc'; did you mean"),
         ({"metric": "loss", "select_by": "val/late"}, r"^select_by .*no round with a value of"),
         ({"statistic": "median"}, r"^statistic .--statistic.: unknown statistic 'median'"),
-        (
-            {"metric": "loss", "label": {"Mne": "Ours"}},
-            r"^label .--label.: .*'Mne'; did you mean 'Mine'",
-        ),
+        ({"metric": "loss", "label": {"Mne": "Ours"}}, r"^label .--label.: .*'Mne'; did you mean 'Mine'"),
         ({"label": "Mine"}, r"^label .--label.: 'Mine' is not VALUE=NAME"),
         ({"metric": "accuracy", "statistic": "last", "paper": "gradma"}, "are best values"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_table_is_refused(measured, options, error):
     with pytest.raises(ConfigError, match=error):
         raysim.report("table", "study", uri=measured, **options)

@@ -8,14 +8,14 @@ import dataclasses
 import itertools
 import math
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.command_line import assert_refused
 
-from raysim import cli, metrics
+from raysim import metrics
 from raysim.config import explain
 from raysim.config.loading import read_config, shipped
 from raysim.errors import ConfigError
@@ -59,6 +59,11 @@ def run(value: float | list[float], **params: object) -> TrackedRun:
     given = {names.get(key, key).replace("__", "."): str(v) for key, v in params.items()}
     history = list(enumerate(value)) if isinstance(value, list) else [(1, value)]
     return TrackedRun(str(next(NUMBER)), given, history)
+
+
+def of_metric(metric: str, runs: list[TrackedRun]) -> list[TrackedRun]:
+    """The same values, of another metric."""
+    return [dataclasses.replace(run, metric=metric) for run in runs]
 
 
 # -- sides and ranks -------------------------------------------------------------------------------
@@ -121,7 +126,9 @@ def test_ranks_are_within_a_scenario_and_their_mean_is_over_the_scenarios():
         2,
         2,
     ] and "not every method" in said[0]
-    losses = aggregate.ranked(rows([run(0.1, algorithm="a"), run(0.2, algorithm="b")], "loss"))
+    losses = aggregate.ranked(
+        rows(of_metric("loss", [run(0.1, algorithm="a"), run(0.2, algorithm="b")]))
+    )
     assert [row.rank and row.rank.place for row in losses] == [1, 2]
 
 
@@ -144,7 +151,7 @@ def test_where_a_loss_is_infinite_there_is_no_deviation():
         for n, each in values.items()
         for s, v in enumerate(each)
     ]
-    table = aggregate.ranked(rows(runs, "loss", target=2.0))
+    table = aggregate.ranked(rows(of_metric("loss", runs), target=2.0))
     last = [(value.mean, value.std) for row in table if (value := [*row.values.values()][1])]
     assert last == [(math.inf, None), (math.inf, None), (2.0, pytest.approx(2**0.5))]
     assert [row.result.mean for row in table if row.result] == [3.0, 5.0, 2.0]
@@ -310,11 +317,11 @@ def test_the_best_of_each_scenario_is_bold(metric):
     """Of methods in each scenario, in lines and in columns; "mae" is no loss and better if small."""
     figures = {("a", 0.1): 0.75, ("b", 0.1): 0.5, ("a", 1): 0.25, ("b", 1): 0.375}
     runs = [run(value, algorithm=n, alpha=alpha) for (n, alpha), value in figures.items()]
-    table = aggregate.ranked(rows(runs, metric, statistics=["last"]))
+    table = aggregate.ranked(rows(of_metric(metric, runs), statistics=["last"]))
     winners = {"a 0.1", "b 1"} if metric == "accuracy" else {"b 0.1", "a 1"}
     places = {" ".join(row.parameters.values()): row.rank and row.rank.place for row in table}
     assert {name for name, place in places.items() if place == 1} == winners
-    kept = rows(runs, metric, best_of=["partition.alpha"])
+    kept = rows(of_metric(metric, runs), best_of=["partition.alpha"])
     assert {" ".join(row.parameters.values()) for row in kept} == winners
     expected = {figures[name, float(alpha)] for name, alpha in map(str.split, winners)}
     tables = [ResultsTable(table)]
@@ -324,7 +331,10 @@ def test_the_best_of_each_scenario_is_bold(metric):
         scale = 100 if metric == "accuracy" else 1
         assert sorted(float(text) / scale for text in bold) == sorted(expected)
     alone = [run(value, alpha=alpha) for (n, alpha), value in figures.items() if n == "a"]
-    assert ResultsTable(rows(alone, metric, statistics=["last"])).latex().count("textbf") == 1
+    assert (
+        ResultsTable(rows(of_metric(metric, alone), statistics=["last"])).latex().count("textbf")
+        == 1
+    )
 
 
 def test_a_metric_that_a_method_declares_has_its_unit_and_direction(monkeypatch):
@@ -336,10 +346,10 @@ def test_a_metric_that_a_method_declares_has_its_unit_and_direction(monkeypatch)
     assert metrics.find_metric("clients/trigger") and not metrics.lower_is_better("trigger")
     done = FinishedRun("1", {}, frozenset({"trigger"}), lambda m: [(0, 0.0), (1, 0.5), (2, 0.75)])
     runs = with_histories([done], "", "trigger", lambda line: None, "rounds")
-    head, _, line = ResultsTable(rows(runs, "trigger")).markdown().splitlines()
+    head, _, line = ResultsTable(rows(runs)).markdown().splitlines()
     assert head == "| seeds | best trigger % | last trigger % | rounds done |"
     assert line == "| 1 | 50.00 | 75.00 | 2 |"
-    assert sensitivity.result_of_run("best", "trigger")(runs[0]) == 0.5
+    assert aggregate.result_of_run(runs[0], "best") == 0.5
     where = claim_section.ClaimSide(metric="trigger", statistic={"rounds_to": 0.6})
     assert verdicts._reached(runs[0], where) == (0, 0), "small is good"
 
@@ -373,7 +383,7 @@ def test_words_are_in_the_order_of_the_sweep_and_numbers_by_size():
         ["median", "avg", "krum"],
         ["0.1", "1", "10"],
     )
-    (method, _) = sensitivity.effects(runs, ["algorithm", "partition.alpha"], lambda run: 0.5)[:2]
+    (method, _) = sensitivity.effects(runs, ["algorithm", "partition.alpha"], "best")[:2]
     assert [name for name, _ in method.means] == ["median", "avg", "krum"]
 
 
@@ -403,7 +413,7 @@ def test_trials_are_in_the_order_of_their_sweep_however_they_start(monkeypatch):
     monkeypatch.setattr(report_sources, "_selected", lambda client, name: stored)
     monkeypatch.setattr(report_sources, "_history", lambda *_: [(1, 0.5)])
     done = report_sources._finished_in_store(None, ["study"], "", print)
-    table = rows(with_histories(done, "", "loss", print, "rounds"), "loss")
+    table = rows(with_histories(done, "", "loss", print, "rounds"))
     names = [row.parameters["algorithm.name"] for row in table]
     assert names == ["before", "first", "second", "third", "alone"]
 
@@ -845,14 +855,7 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
 
 
-def call(capsys, monkeypatch, store: Store, *arguments: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["raysim", "report", *arguments, "--uri", store.uri])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return int(end.value.code or 0), *capsys.readouterr()
-
-
-def test_an_empty_report_says_what_to_do(store, capsys, monkeypatch):
+def test_an_empty_report_says_what_to_do(store, raysim_):
     store.experiment("empty")
     failed, nan, names = (
         store.experiment("failed"),
@@ -865,39 +868,20 @@ def test_an_empty_report_says_what_to_do(store, capsys, monkeypatch):
     store.run(names, 0.5)
     for arguments, said in (
         (["empty"], "empty: no run is there; start runs with raysim run or raysim sweep"),
-        (
-            ["failed"],
-            "no run is finished (1 FAILED, 1 RUNNING); wait for them, or resume them with raysim resume",
-        ),
+        (["failed"], "no run is finished (1 FAILED, 1 RUNNING); wait for them, or resume them with raysim resume"),
         (["nan"], "nan: no run is left; the warnings above say why"),
         (["names", "--metric", "psnr"], "no run has a metric 'psnr' (known: accuracy)"),
         (["nowhere"], "error: no experiment, and no run, is called 'nowhere' (known: "),
-        (
-            ["names", "--target", "80"],
-            "accuracy is a share, at most 1, and never 80; write 0.8 for",
-        ),
+        (["names", "--target", "80"], "accuracy is a share, at most 1, and never 80; write 0.8 for"),
         (["names", "--target", "papr"], "(--target): 'papr' is neither a number nor 'paper'"),
         (["names", "--target", "paper"], "(--target): 'paper' needs a paper; pass paper"),
-        (
-            ["names", "--target", "paper", "--paper", "gradma", "--relative-to", "seed=1"],
-            "--relative-to",
-        ),
-    ):
+        (["names", "--target", "paper", "--paper", "gradma", "--relative-to", "seed=1"], "--relative-to"),
+    ):  # fmt: skip
         for command in (["table"], ["curves"])[: 1 if len(arguments) > 1 else 2]:
-            code, out, err = call(capsys, monkeypatch, store, *command, *arguments)
-            last = err.splitlines()[-1]
-            assert (
-                code == 2
-                and out == ""
-                and last.startswith("error: ")
-                and said in last
-                and "Traceback" not in err
-            )
+            assert_refused(raysim_("report", *command, *arguments, "--uri", store.uri), said)
 
 
-def test_pictures_are_kept_with_the_sweep_else_in_a_run_of_their_own(
-    store, tmp_path, capsys, monkeypatch
-):
+def test_pictures_are_kept_with_the_sweep_else_in_a_run_of_their_own(store, tmp_path, raysim_):
     experiment = store.experiment("swept")
     sweep = store.run(experiment, None, raysim__sweep="true")
     for value in (0.5, 0.7):
@@ -906,23 +890,21 @@ def test_pictures_are_kept_with_the_sweep_else_in_a_run_of_their_own(
         )
     picture = str(tmp_path / "course.png")
     for wanted in ("swept", sweep):
-        code, _, err = call(
-            capsys, monkeypatch, store, "curves", wanted, "--out", picture, "--to-mlflow"
-        )
+        asked = ("report", "curves", wanted, "--uri", store.uri, "--out", picture, "--to-mlflow")
+        code, _, err = raysim_(*asked)
         assert code == 0 and f"report/course.png of run {sweep}" in err
     assert store.kept(sweep) == ["report/course.png"]
     store.run(experiment, 0.9)  # no trial: what is told is not the sweep's alone any more
     for form in ("markdown", "csv"):
-        code, out, err = call(
-            capsys, monkeypatch, store, "table", "swept", "--format", form, "--to-mlflow"
-        )
+        asked = ("report", "table", "swept", "--uri", store.uri, "--format", form, "--to-mlflow")
+        code, out, err = raysim_(*asked)
         assert code == 0 and "left out" not in err, "the run that keeps reports is none of them"
     own = err.split()[-1]
     assert own != sweep and sorted(store.kept(own)) == ["report/table.csv", "report/table.md"]
     assert out.splitlines()[1].startswith("3,")
 
 
-def test_the_command_beside_a_paper(store, printed, capsys, monkeypatch):
+def test_the_command_beside_a_paper(store, printed, raysim_):
     experiment = store.experiment("mine")
     one = store.run(experiment, 0.66)
     for key, value in (
@@ -931,9 +913,9 @@ def test_the_command_beside_a_paper(store, printed, capsys, monkeypatch):
         ("algorithm.name", "avg"),
     ):
         store.client.log_param(one, key, value)
-    asked = ["table", "mine", "--ranks", "--paper", printed]
-    code, out, _ = call(capsys, monkeypatch, store, *asked, "--target", "paper")
+    asked = ["report", "table", "mine", "--uri", store.uri, "--paper"]
+    code, out, _ = raysim_(*asked, printed, "--ranks", "--target", "paper")
     assert code == 0
     assert out.splitlines()[2] == "| 1 | 66.00 | 70.00 ± 2.00 | -2.00 | 66.00 | 1 | 12 | 1 | 1 |"
-    code, _, err = call(capsys, monkeypatch, store, "table", "mine", "--paper", "gradma")
+    code, _, err = raysim_(*asked, "gradma")
     assert code == 0 and "(--paper): gradma has no result for these runs" in err

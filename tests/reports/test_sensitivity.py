@@ -6,6 +6,7 @@ import pytest
 
 from raysim.errors import ConfigError
 from raysim.reports.analysis import sensitivity
+from raysim.reports.analysis.aggregate import result_of_run
 from raysim.reports.tracked import TrackedRun
 
 
@@ -43,9 +44,7 @@ def test_parameters_come_by_what_they_explain_and_seeds_are_the_rest():
         for b in ("x", "y")
         for seed in (0, 1)
     ]
-    a, b, together = sensitivity.effects(
-        runs_of(table), [], sensitivity.result_of_run("best", "accuracy")
-    )
+    a, b, together = sensitivity.effects(runs_of(table), [], "best")
     assert [a.name, b.name, together.name] == ["server.a", "server.b", "all together"]
     assert [group for group, _ in a.means] == ["0 to 1", "2 to 3", "4 to 5"]
     assert [mean for _, mean in a.means] == pytest.approx([5, 25, 45])
@@ -53,13 +52,13 @@ def test_parameters_come_by_what_they_explain_and_seeds_are_the_rest():
 
 
 def test_the_last_ten_evaluations_are_those_of_tables():
-    run = TrackedRun("0", {}, [(0, 100.0), *((t, float(t)) for t in range(1, 21))])
-    assert sensitivity.result_of_run("last10", "accuracy")(run) == np.mean(range(11, 21))
-    assert sensitivity.result_of_run("best", "loss")(run) == 1
+    history = [(0, 100.0), *((t, float(t)) for t in range(1, 21))]
+    run = TrackedRun("0", {}, history, metric="loss")
+    assert result_of_run(run, "last10") == np.mean(range(11, 21))
+    assert result_of_run(run, "best") == 1
 
 
 def test_too_few_runs_are_refused():
     with pytest.raises(ConfigError, match="--keys"):
-        sensitivity.effects(
-            runs_of([({"server.a": 1}, 1.0), ({"server.a": 2}, 2.0)]), [], lambda run: 0.0
-        )
+        runs = runs_of([({"server.a": 1}, 1.0), ({"server.a": 2}, 2.0)])
+        sensitivity.effects(runs, [], "best")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from support.configurations import DIGITS_MLP
 from torch import nn
 
 import raysim
-from raysim.cli import main
 from raysim.data.examples import Examples
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
@@ -143,13 +141,9 @@ def test_one_test_example_is_enough(trained: RunResult, tmp_path: Path):
         (["--format", "mlflow", "--out", "x"], "--out: a model in MLflow has no file"),
     ],
 )
-def test_bad_options_are_named(
-    trained: RunResult, arguments: list[str], said: str, capsys: Any, monkeypatch: Any
-):
-    monkeypatch.setattr(sys, "argv", ["raysim", "export", str(trained.run_dir), *arguments])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2 and said in capsys.readouterr().err
+def test_bad_options_are_named(trained: RunResult, arguments: list[str], said: str, raysim_):
+    result = raysim_("export", trained.run_dir, *arguments)
+    assert result.code == 2 and said in result.err
 
 
 def test_a_run_without_checkpoints_has_no_best(tmp_path: Path):

@@ -41,12 +41,9 @@ def test_four_hundred_configurations(first, tmp_path):
         (ConfigError("local.lr: too large"), "refused"),
         (RaysimError("client 3 fails; lower local.lr"), "error of the run"),
         (RaysimError("it fails"), "error without a key"),
-        (
-            RaysimError("local.lr: it fails\nTraceback (most recent call last)"),
-            "error without a key",
-        ),
+        (RaysimError("local.lr: it fails\nTraceback (most recent call last)"), "error without a key"),
     ],
-)
+)  # fmt: skip
 def test_how_an_end_is_judged(error, end, monkeypatch):
     def train(*arguments: Any) -> None:
         raise error

@@ -53,37 +53,16 @@ from raysim.tracking import mlflow_client
 discover()
 
 ALWAYS = {
-    *(
-        "round",
-        "clients/used",
-        "clients/never_seen",
-        "bytes_down",
-        "bytes_up",
-        "train_loss",
-        "system/round_seconds",
-        "system/clients_per_second",
-    ),
-    *(
-        "client_loss/q10",
-        "client_loss/q50",
-        "client_loss/q90",
-        "system/train_seconds",
-        "system/overhead_seconds",
-    ),
-    *(
-        "server/uploads",
-        "system/server_state_bytes",
-    ),
-}
+    "round", "clients/used", "clients/never_seen", "bytes_down", "bytes_up", "train_loss",
+    "client_loss/q10", "client_loss/q50", "client_loss/q90", "server/uploads",
+    "system/round_seconds", "system/clients_per_second", "system/train_seconds",
+    "system/overhead_seconds", "system/server_state_bytes",
+}  # fmt: skip
 """What the record of every round holds."""
 KEEPSAKES = [
-    "config.yaml",
-    "history.csv",
-    "learning_curve.png",
-    "parameters.safetensors",
-    "partition.png",
+    "config.yaml", "history.csv", "learning_curve.png", "parameters.safetensors", "partition.png",
     "requirements.txt",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -698,8 +677,7 @@ SIGNALS = {"inline-SIGINT": 130, "ray-SIGTERM": 143}
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=pytest.mark.ray) for name in SIGNALS],
+    scope="module", params=[pytest.param(name, marks=pytest.mark.ray) for name in SIGNALS]
 )
 def signalled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, uri: str

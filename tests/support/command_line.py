@@ -6,9 +6,8 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,8 +15,7 @@ from raysim import cli
 from raysim.tracking import spool_sender as tracking
 
 
-@dataclass
-class CommandResult:
+class CommandResult(NamedTuple):
     code: int
     out: str
     err: str
@@ -51,6 +49,13 @@ def raysim_(
         return CommandResult(code, out, err)
 
     return call
+
+
+def assert_refused(result: CommandResult, text: str) -> None:
+    """The command prints nothing, and its last message is an error with this text."""
+    assert result.code == 2 and result.out == "" and "Traceback" not in result.err, result
+    message = result.err.splitlines()[-1]
+    assert message.startswith("error: ") and text in message
 
 
 def assert_one_message(result: CommandResult) -> None:

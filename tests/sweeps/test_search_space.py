@@ -3,7 +3,6 @@ mistakes come before anything starts."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from support.sweeps import SMALL, values, written
 
 import raysim
-from raysim import cli
 from raysim.errors import ConfigError
 from raysim.models.checks import against_pytorch
 from raysim.prepare import resolve, workload
@@ -243,25 +241,13 @@ def test_small_trials_by_default():
     ("section", "overrides", "said"),
     [
         (None, [], "nothing varies"),
-        (
-            None,
-            ["algorithm=fedavg,gradm", "seed=1"],
-            "trial algorithm=gradm: .*gradm.*did you mean 'gradma'",
-        ),
+        (None, ["algorithm=fedavg,gradm", "seed=1"], "trial algorithm=gradm: .*gradm.*did you mean 'gradma'"),
         (None, ["local.lr=0.1,-1"], "trial local.lr=-1: local.lr: .*greater than 0"),
         (None, ["seed=0..1", "algoritm=fedavg"], "algoritm: unknown key; did you mean 'algorithm'"),
         (None, ["seed=0,,1"], "override 'seed=0,,1': a value is empty"),
         (None, ["seed=0..x"], r"0\.\.x is not a range; give two whole numbers"),
-        (
-            None,
-            ["seed=0..1000000"],
-            r"seed: .* 1,000,001 values; a sweep has 10,000 trials at most",
-        ),
-        (
-            None,
-            ["seed=0..9000", "local.lr=0.1,0.2"],
-            r"18,002 trials, and seed alone has 9,001 values",
-        ),
+        (None, ["seed=0..1000000"], r"seed: .* 1,000,001 values; a sweep has 10,000 trials at most"),
+        (None, ["seed=0..9000", "local.lr=0.1,0.2"], r"18,002 trials, and seed alone has 9,001 values"),
         (None, ["seed=4..0"], r"seed: the range 4\.\.0 is empty; write 0\.\.4"),
         (None, ["seed=0..1", "run_dir=x"], "run_dir: every trial"),
         (None, ["tracking.experiment=a,b"], "tracking.experiment cannot vary"),
@@ -270,11 +256,7 @@ def test_small_trials_by_default():
         ([], [], "sweep: expected a mapping"),
         ({"run_dir": ["a", "b"]}, [], "run_dir cannot vary"),
         ({"model.hidde": [[8], [9]]}, [], r"trial model.hidde=\[8\]: .*hidde"),
-        (
-            None,
-            ["local.lr=uniform(0.1,0.01)"],
-            r"local.lr: uniform\(0.1, 0.01\): .*write uniform\(0.01, 0.1\)",
-        ),
+        (None, ["local.lr=uniform(0.1,0.01)"], r"local.lr: uniform\(0.1, 0.01\): .*write uniform\(0.01, 0.1\)"),
         (None, ["local.lr=uniform(0.1,0.1)"], "low must be below high; write local.lr=0.1"),
         (None, ["local.lr=loguniform(0,1)"], "local.lr: .*low must be above 0"),
         (None, ["local.lr=loguniform(0.1)"], r"local.lr: .*write loguniform\(low, high\)"),
@@ -284,31 +266,15 @@ def test_small_trials_by_default():
         (None, ["local.lr=uniform(0.1,1),0.3"], "local.lr: .*stands beside other values"),
         (None, ["local.lr=uniform(0.1,1)"], "sweep.samples: local.lr is drawn .*sweep.samples=20"),
         (None, ["seed=0..1", "sweep.samples=3"], "sweep.samples: nothing is drawn"),
-        (
-            None,
-            ["local.lr=uniform(0.1,1)", "sweep.samples=0"],
-            "sweep.samples: .*greater than or equal to 1",
-        ),
-        (
-            None,
-            ["local.lrr=uniform(0.1,1)", "sweep.samples=2"],
-            "trial local.lrr=0.*unknown key; did you mean 'lr'",
-        ),
+        (None, ["local.lr=uniform(0.1,1)", "sweep.samples=0"], "sweep.samples: .*greater than or equal to 1"),
+        (None, ["local.lrr=uniform(0.1,1)", "sweep.samples=2"], "trial local.lrr=0.*unknown key; did you mean 'lr'"),
         (None, ["local.lr=uniform(-2,-1)", "sweep.samples=2"], "trial local.lr=-1.*greater than 0"),
-        (
-            None,
-            ["seed=0..1", "sweep.sampels=3"],
-            "sweep.sampels: unknown key; did you mean 'samples'",
-        ),
+        (None, ["seed=0..1", "sweep.sampels=3"], "sweep.sampels: unknown key; did you mean 'samples'"),
         ({"retrys": 1, "seed": "0..1"}, [], "sweep.retrys: unknown key; did you mean 'retries'"),
         ({"local.lr": "uniform(0.1"}, [], "local.lr: .*quotes"),
         ({"local.lr": "uniform(1, 0.1)", "samples": 2}, [], r"local.lr: uniform\(1, 0.1\)"),
         (None, ["seed=0..1", "sweep.retries=-1"], "sweep.retries: .*greater than or equal to 0"),
-        (
-            None,
-            ["seed=0..1", "sweep.early_stopping=true"],
-            "sweep.early_stopping: true is not a section",
-        ),
+        (None, ["seed=0..1", "sweep.early_stopping=true"], "sweep.early_stopping: true is not a section"),
         (
             None,
             ["seed=0..1", "sweep.early_stopping.grace_period=3"],
@@ -332,26 +298,16 @@ def test_small_trials_by_default():
             ["seed=0..1", "sweep.early_stopping={grace_period: 1, mode: up}"],
             "sweep.early_stopping.mode: .*'max' or 'min'",
         ),
-        (
-            None,
-            ["seed=0..1", "sweep.early_stopping={grace_period: 1}", "evaluate.every=0"],
-            "metric: evaluate.every=0",
-        ),
-        (
-            None,
-            ["seed=0..1", "sweep.early_stopping={grace_period: 1, metric: val/loss}"],
-            "set partition.val_fraction",
-        ),
+        (None, ["seed=0..1", "sweep.early_stopping={grace_period: 1}", "evaluate.every=0"], "metric: evaluate.every=0"),
+        (None, ["seed=0..1", "sweep.early_stopping={grace_period: 1, metric: val/loss}"], "set partition.val_fraction"),
     ],
-)
-def test_mistakes_come_before_anything_starts(here, section, overrides, said, capsys, monkeypatch):
+)  # fmt: skip
+def test_mistakes_come_before_anything_starts(section, overrides, said, raysim_, monkeypatch):
+    here = Path.cwd()
     config = written(here / "config.yaml", **({} if section is None else {"sweep": section}))
-    monkeypatch.setattr(sys, "argv", ["raysim", "sweep", str(config), *overrides])
     monkeypatch.setattr(runner, "run_sweep", lambda *given: pytest.fail("it was started"))
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    err = capsys.readouterr().err
-    assert end.value.code == 2 and err.startswith("error: ") and "Traceback" not in err
+    code, _, err = raysim_("sweep", config, *overrides)
+    assert code == 2 and err.startswith("error: ") and "Traceback" not in err
     with pytest.raises(ConfigError, match=said):
         prepare_sweep(config, overrides)
     assert sorted(path.name for path in here.iterdir()) == ["config.yaml"]
@@ -399,16 +355,11 @@ def test_a_value_in_claims_that_no_run_has_is_said(here, caplog):
     assert "fedavgm;" not in caplog.text
 
 
-def test_a_sweep_is_not_a_run(here, capsys, monkeypatch):
-    written(here / "many.yaml", sweep={"seed": "0..4"})
-    monkeypatch.setattr(sys, "argv", ["raysim", "run", "many.yaml"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 2 and "raysim sweep many.yaml" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["raysim", "run", "many.yaml", "rounds=2"])
-    with pytest.raises(SystemExit):
-        cli.main()
-    err = capsys.readouterr().err
+def test_a_sweep_is_not_a_run(raysim_):
+    written(Path("many.yaml"), sweep={"seed": "0..4"})
+    refused = raysim_("run", "many.yaml")
+    assert refused.code == 2 and "raysim sweep many.yaml" in refused.err
+    err = raysim_("run", "many.yaml", "rounds=2").err
     assert "`raysim sweep many.yaml rounds=2` trains them; with --dry-run it lists them" in err
     assert "with --where seed=0 only those" in err
     with pytest.raises(ConfigError, match="several runs"):

@@ -444,10 +444,7 @@ def test_a_dead_server_loses_nothing(
         assert run.info.status == "FINISHED" and run.data.tags["mlflow.parentRunId"] == "p" * 32
         assert sorted(
             (m.step, m.value) for m in mlflow.get_metric_history(run.info.run_id, "loss")
-        ) == [
-            (0, 1.0),
-            (1, 2.0),
-        ]
+        ) == [(0, 1.0), (1, 2.0)]
 
 
 def test_a_line_that_is_being_written_is_not_read(tmp_path: Path):

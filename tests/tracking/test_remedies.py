@@ -43,14 +43,10 @@ from raysim.tracking.tracker import Tracker
             ModuleNotFoundError("No module named 'psycopg2'"),
             "pip install psycopg2-binary",
         ),
-        (
-            "postgresql://me:secret@db/runs",
-            RuntimeError("password authentication failed"),
-            "user and password",
-        ),
+        ("postgresql://me:secret@db/runs", RuntimeError("password authentication failed"), "user and password"),
         ("http://tracking:5000", ConnectionError("refused"), "Start the server"),
     ],
-)
+)  # fmt: skip
 def test_the_advice_fits_the_error(uri: str, error: Exception, advice: str, monkeypatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)

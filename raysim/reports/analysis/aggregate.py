@@ -49,18 +49,29 @@ def direction(runs: Sequence[TrackedRun], metric: str) -> bool:
     return modes == {"min"} if len(modes) == 1 else lower_is_better(metric)
 
 
-def figures_of(
-    metric: str, statistics: Sequence[Statistic], lower: bool, select_by: str = ""
-) -> list[Figure]:
-    """Return the columns of a metric.
+def result_of_run(run: TrackedRun, statistic: Statistic) -> float:
+    """Return the result of a run with a history.
 
     Args:
-        metric: Name of the metric.
+        run: The run.
+        statistic: Which of its values is its result.
+    """
+    return run.value(statistic, direction([run], run.metric))
+
+
+def figures_of(
+    runs: Sequence[TrackedRun], statistics: Sequence[Statistic], select_by: str = ""
+) -> list[Figure]:
+    """Return the columns of the metric of runs.
+
+    Args:
+        runs: Runs with a history of the metric, at least one.
         statistics: Its statistics. Of a metric that accumulates only the last value is one, and
             that at the chosen round.
-        lower: Whether smaller values are better.
         select_by: Metric that chooses the round; "": the metric itself.
     """
+    metric = runs[0].metric
+    lower = direction(runs, metric)
     if accumulates(metric):
         at_chosen_round: list[Statistic] = ["best"] if select_by and "best" in statistics else []
         statistics = [*at_chosen_round, "last"]
@@ -69,7 +80,6 @@ def figures_of(
 
 def rows(
     runs: Sequence[TrackedRun],
-    metric: str = "accuracy",
     *,
     statistics: Sequence[Statistic] = DEFAULT_STATISTICS,
     select_by: str = "",
@@ -82,8 +92,7 @@ def rows(
     """Return the rows of a table.
 
     Args:
-        runs: Runs of any experiments.
-        metric: Metric of their histories.
+        runs: Runs of any experiments, with histories of one metric.
         statistics: Columns of results, at least one; rows are compared by the first one.
         select_by: Metric that has chosen the rounds of the runs.
         target: Value whose first round is reported, or a function from the runs of a row to it.
@@ -101,7 +110,7 @@ def rows(
         ConfigError: No run has a parameter of `group` or `best_of`, or `best_of` names one that
             `group` lacks.
     """
-    figures = figures_of(metric, statistics, direction(runs, metric), select_by)
+    figures = figures_of(runs, statistics, select_by)
     choice_lower = bool(select_by) and direction(runs, select_by)
     keys = group_keys(runs, group)
     if across and not group:
@@ -159,7 +168,6 @@ def _row(
     runs = [run for run in members if run.history]
     chosen = [run.chosen for run in runs if run.chosen]
     last_rounds = [run.history[-1][0] for run in runs] or [0]
-    params = [run.params for run in members]
     return TableRow(
         parameters,
         len(members),
@@ -167,13 +175,13 @@ def _row(
         _cost_of_target(runs, target, figures[0].lower),
         (min(last_rounds), max(last_rounds)),
         tuple(run.run_id for run in members),
-        dict(set.intersection(*(set(values.items()) for values in params))),
+        dict(set.intersection(*(set(run.params.items()) for run in members))),
         choice=MeanStd.of([value for _, value in chosen]),
         choice_lower=choice_lower,
         chosen_round=MeanStd.of([t for t, _ in chosen]),
         target=target,
         unfinished=_unfinished(members),
-        pooled=bool(set(varied(params)) - {PARTITION_SEED}),
+        pooled=bool(set(varied(members)) - {PARTITION_SEED}),
     )
 
 

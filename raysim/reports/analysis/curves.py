@@ -9,14 +9,7 @@ from dataclasses import dataclass
 from raysim.errors import ConfigError
 from raysim.reports.analysis.aggregate import add_published, rows
 from raysim.reports.analysis.targets import refuse_unreachable
-from raysim.reports.grouping import (
-    apart,
-    group_keys,
-    grouped,
-    label,
-    order_of_values,
-    resolved,
-)
+from raysim.reports.grouping import apart, group_keys, grouped, label, order_of_values, resolved
 from raysim.reports.published import PublishedResult
 from raysim.reports.table_row import MeanStd, place_of_row
 from raysim.reports.tracked import Statistic, TrackedRun
@@ -79,7 +72,6 @@ def _curve(text: str, panel: str, members: Sequence[TrackedRun]) -> Curve:
 def along(
     runs: Sequence[TrackedRun],
     x: str,
-    metric: str = "accuracy",
     say: Callable[[str], None] = lambda line: None,
     target: float | None = None,
     statistic: Statistic = "best",
@@ -89,7 +81,6 @@ def along(
     Args:
         runs: Runs of any experiments.
         x: Parameter on the x-axis.
-        metric: Metric of the histories.
         say: Called with one line if points hold runs that differ in more than their seed.
         target: Use the cost of reaching this value instead of a result; points that do not reach
             it are omitted.
@@ -100,11 +91,11 @@ def along(
             the target.
     """
     if target is not None:
-        refuse_unreachable(target, metric)
+        refuse_unreachable(target, runs[0].metric)
     result = []
     for text, members in apart(runs, [x], say):
         (key,) = resolved(members, [x], "x (--x)")
-        table = rows(members, metric, statistics=[statistic], target=target, group=[x], say=say)
+        table = rows(members, statistics=[statistic], target=target, group=[x], say=say)
         values: list[str] = []
         figures: list[MeanStd] = []
         for row in table:
@@ -126,7 +117,6 @@ def grid(
     runs: Sequence[TrackedRun],
     x: str,
     y: str,
-    metric: str = "accuracy",
     say: Callable[[str], None] = lambda line: None,
     statistic: Statistic = "best",
     printed: Sequence[PublishedResult] = (),
@@ -137,7 +127,6 @@ def grid(
         runs: Runs of any experiments.
         x: First parameter; KEY,KEY: several together, of which runs may lack all but the first.
         y: Second parameter, or several.
-        metric: Metric of the histories.
         say: Called with one line if cells hold runs that differ in more than their seed.
         statistic: Result of a run.
         printed: Published results, as from `published.read_published`.
@@ -151,7 +140,7 @@ def grid(
         ConfigError: No run has a parameter, or no run has both.
     """
     keys = [resolved(runs, axis.split(","), "x and y (--x and --y)") for axis in (x, y)]
-    table = rows(runs, metric, statistics=[statistic], group=[*keys[0], *keys[1]], say=say)
+    table = rows(runs, statistics=[statistic], group=[*keys[0], *keys[1]], say=say)
     table = add_published(table, printed)
     cells: dict[tuple[str, str], float] = {}
     published: dict[tuple[str, str], float] = {}

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
 
+from raysim.by_key import by_key
 from raysim.metrics import is_share
 from raysim.reports.table_columns import MISSING_TEXT
 from raysim.reports.table_row import Figure
-from raysim.reports.tracked import by_key
 from raysim.reports.value_names import NO_NAMES, Names, named
 
 if TYPE_CHECKING:
@@ -116,7 +115,6 @@ def _panels(
     rows = -(-count // 3)
     columns = min(count, 3)
     figure = Canvas(figsize=(columns * size[0], rows * size[1]), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
     cells = list(figure.subplots(rows, columns, squeeze=False, sharey=shared).flat)
     for empty in cells[count:]:
         empty.set_axis_off()
@@ -143,12 +141,7 @@ class Panel(NamedTuple):
 
 
 def plot_heatmap(
-    panels: Sequence[Panel],
-    x: str,
-    y: str,
-    shown: Figure,
-    path: Path,
-    names: Names = NO_NAMES,
+    panels: Sequence[Panel], x: str, y: str, shown: Figure, path: Path, names: Names = NO_NAMES
 ) -> None:
     """Plot heatmaps of a result over two parameters; the first value of y is at the top.
 
@@ -297,7 +290,6 @@ def plot_speedup(lines: SpeedupLines, slope: Slope, target: str, over: str, path
         path: File to write. The folder must exist.
     """
     figure = Canvas(figsize=(7, 5), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for seed, line in lines.items():
         axes.loglog(list(line), list(line.values()), "o", alpha=0.6, label=f"seed {seed}")

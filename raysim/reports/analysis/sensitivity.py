@@ -15,7 +15,7 @@ interactions, or to differences within a third.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -25,7 +25,7 @@ import pandas as pd
 
 from raysim.errors import ConfigError
 from raysim.metrics import is_share
-from raysim.reports.analysis.aggregate import direction
+from raysim.reports.analysis.aggregate import result_of_run
 from raysim.reports.analysis.plots import Cloud
 from raysim.reports.grouping import group_keys, grouped
 from raysim.reports.table_columns import as_markdown
@@ -77,28 +77,13 @@ def explained_share(results: Sequence[float], groups: Sequence[Hashable]) -> flo
     return (total - within - (len(members) - 1) * within / degrees_of_freedom) / total
 
 
-def result_of_run(statistic: Statistic, metric: str) -> Callable[[TrackedRun], float]:
-    """Return the function that computes the result of a run.
-
-    Args:
-        statistic: One of `tracked.STATISTICS`.
-        metric: Metric of the run's history. `aggregate.direction` gives its direction.
-
-    Returns:
-        A function from a run to its result.
-    """
-    return lambda run: run.value(statistic, direction([run], metric))
-
-
-def effects(
-    runs: Sequence[TrackedRun], keys: Sequence[str], result: Callable[[TrackedRun], float]
-) -> list[Effect]:
+def effects(runs: Sequence[TrackedRun], keys: Sequence[str], statistic: Statistic) -> list[Effect]:
     """Return the effects of parameters, largest share first.
 
     Args:
         runs: Runs to compare. Runs that lack a parameter are skipped.
         keys: Parameters to compare; if empty, all that differ.
-        result: Function from a run to its result, as from `result_of_run`.
+        statistic: Which value of a run is its result.
 
     Returns:
         An effect for each parameter. The last one is that of all parameters together; it is absent
@@ -109,7 +94,7 @@ def effects(
     """
     records = []
     for values, members in grouped(runs, group_keys(runs, keys)):
-        records += [{**values, "": result(run)} for run in members]
+        records += [{**values, "": result_of_run(run, statistic)} for run in members]
     table = pd.DataFrame(records)
     names = [name for name in table if name]
     table = table.dropna(subset=names)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from raysim.by_key import by_key
 from raysim.errors import ConfigError
 from raysim.metrics import is_share
 from raysim.reports.analysis.aggregate import Goal, direction, rows
 from raysim.reports.grouping import SCENARIO_KEY_PREFIXES, reference_runs, varied
-from raysim.reports.tracked import TrackedRun, by_key
+from raysim.reports.tracked import TrackedRun
 
 
 def why_unreachable(value: float, metric: str) -> str | None:
@@ -42,7 +43,6 @@ def share_of(
     runs: Sequence[TrackedRun],
     reference: str,
     share: float,
-    metric: str = "accuracy",
     say: Callable[[str], None] = lambda line: None,
 ) -> Goal:
     """Return targets relative to the best value of reference runs in the same scenario.
@@ -53,7 +53,6 @@ def share_of(
         runs: All runs of the table.
         reference: Parameter of the reference runs as KEY=VALUE.
         share: Target as a share of their best value.
-        metric: Metric of the histories.
         say: Called with one line for each scenario without reference runs.
 
     Returns:
@@ -63,10 +62,8 @@ def share_of(
         ConfigError: `reference` is not KEY=VALUE, or no run has this parameter and value.
     """
     # Raises if no scenario has a reference run.
-    fraction_of(runs, reference, share, metric)
-    keys = [
-        key for key in varied([run.params for run in runs]) if key.startswith(SCENARIO_KEY_PREFIXES)
-    ]
+    fraction_of(runs, reference, share)
+    keys = [key for key in varied(runs) if key.startswith(SCENARIO_KEY_PREFIXES)]
 
     def scenario_of(run: TrackedRun) -> tuple:
         return tuple(map(run.params.get, keys))
@@ -74,30 +71,27 @@ def share_of(
     goals: dict[tuple, float | None] = {}
     for scenario, members in by_key(runs, scenario_of).items():
         try:
-            goals[scenario] = fraction_of(members, reference, share, metric)
+            goals[scenario] = fraction_of(members, reference, share)
         except ConfigError:
             goals[scenario] = None
             say(f"no target where no run has {reference}: {', '.join(filter(None, scenario))}")
     return lambda members: goals[scenario_of(members[0])]
 
 
-def fraction_of(
-    runs: Sequence[TrackedRun], reference: str, share: float, metric: str = "accuracy"
-) -> float:
+def fraction_of(runs: Sequence[TrackedRun], reference: str, share: float) -> float:
     """Return a share of the best value of reference runs.
 
     The best value is the mean over seeds of the best row of reference runs.
 
     Args:
-        runs: Runs with histories of the metric, among them the reference runs.
+        runs: Runs with histories of one metric, among them the reference runs.
         reference: Parameter of the reference runs as KEY=VALUE.
         share: Factor of the best value, from 0 to 1.
-        metric: Metric of the histories.
 
     Raises:
         ConfigError: `reference` is not KEY=VALUE, or no run has this parameter and value.
     """
     option = "relative_to (--relative-to)"
     chosen = reference_runs(runs, reference, option)
-    best = [row.result.mean for row in rows(chosen, metric) if row.result]
-    return share * (min if direction(runs, metric) else max)(best)
+    best = [row.result.mean for row in rows(chosen) if row.result]
+    return share * (min if direction(runs, runs[0].metric) else max)(best)

@@ -16,20 +16,15 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from raysim.by_key import by_key
 from raysim.errors import ConfigError
 from raysim.metrics import is_share
 from raysim.reports import grouping
-from raysim.reports.analysis.aggregate import direction
+from raysim.reports.analysis.aggregate import direction, result_of_run
 from raysim.reports.analysis.comparisons import paired_difference
 from raysim.reports.claims.claim_section import Claim, ClaimSide, RoundsTo
 from raysim.reports.published import same_value
-from raysim.reports.table_columns import (
-    MISSING_TEXT,
-    as_markdown,
-    difference_text,
-    number,
-    rounded,
-)
+from raysim.reports.table_columns import MISSING_TEXT, as_markdown, difference_text, number, rounded
 from raysim.reports.table_row import MeanStd
 from raysim.reports.tracked import MetricMissing, TrackedRun
 
@@ -128,10 +123,7 @@ def _keys_of_right_side(
 
 
 def _values_of_lines(
-    claim: Claim,
-    pool: Sequence[TrackedRun],
-    compared: Sequence[TrackedRun],
-    keys: Sequence[str],
+    claim: Claim, pool: Sequence[TrackedRun], compared: Sequence[TrackedRun], keys: Sequence[str]
 ) -> list[dict[str, str]]:
     """Return the values of the keys in each line: those of the runs, and those the left side lists.
 
@@ -255,21 +247,16 @@ def _missing_runs(
     return ""
 
 
-def _methods(
-    runs: Sequence[TrackedRun],
-) -> list[tuple[dict[str, str], list[TrackedRun]]]:
+def _methods(runs: Sequence[TrackedRun]) -> list[tuple[dict[str, str], list[TrackedRun]]]:
     """Return the runs in groups that differ only in their seeds, that of the partition included."""
-    varied = grouping.varied([run.params for run in runs])
-    keys = [key for key in varied if key != grouping.PARTITION_SEED]
+    keys = [key for key in grouping.varied(runs) if key != grouping.PARTITION_SEED]
     return grouping.divided(runs, keys)
 
 
 def _measured(runs: Iterable[TrackedRun], side: ClaimSide) -> dict[str, Span]:
     """Return a side's value for each seed, the mean over its runs."""
-    spans: dict[str, list[Span]] = {}
-    for run in runs:
-        spans.setdefault(_seed(run), []).append(_reached(run, side))
-    return {seed: _mean(values) for seed, values in spans.items()}
+    of_seeds = by_key(runs, _seed)
+    return {seed: _mean([_reached(run, side) for run in of]) for seed, of in of_seeds.items()}
 
 
 def _mean(spans: Sequence[Span]) -> Span:
@@ -278,17 +265,15 @@ def _mean(spans: Sequence[Span]) -> Span:
 
 
 def _reached(run: TrackedRun, side: ClaimSide) -> Span:
-    values = [value for _, value in run.history]
-    lower = direction([run], side.metric)
     if isinstance(side.statistic, RoundsTo):
-        arrival = run.arrival(side.statistic.rounds_to, lower)
+        arrival = run.arrival(side.statistic.rounds_to, direction([run], side.metric))
         return (run.history[-1][0] + 1, math.inf) if arrival is None else (arrival, arrival)
     if side.statistic == "first":
-        value = values[0]
+        value = run.history[0][1]
     elif side.statistic == "mean":
         value = statistics.fmean(run.trained)
     else:
-        value = run.value(side.statistic, lower)
+        value = result_of_run(run, side.statistic)
     return value, value
 
 

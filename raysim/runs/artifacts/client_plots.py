@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from raysim import metrics as registry
@@ -33,7 +32,6 @@ def plot_clients(evaluated: pd.DataFrame, path: Path) -> None:
     facts = {"round", "client", "examples", "held_out"}
     metrics = [name for name in last if name not in facts and not name.startswith(FINE_TUNED)]
     figure = Figure(figsize=(5 * len(metrics), 8), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(f"Clients on their own test examples, after round {last['round'].max()}")
     above, below = figure.subplots(2, len(metrics), squeeze=False)
     for axes, metric in zip(above, metrics, strict=True):

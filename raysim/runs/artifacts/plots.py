@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
@@ -32,7 +31,6 @@ def plot_learning_curve(history: Sequence[Mapping[str, float]], path: Path) -> N
     # Every run draws it, and a layout that matplotlib finds takes as long as the rest of it.
     figure = Figure(figsize=(10, 4), dpi=100)
     figure.subplots_adjust(left=0.08, right=0.985, bottom=0.13, top=0.92, wspace=0.19)
-    FigureCanvasAgg(figure)
     names = list(dict.fromkeys(itertools.chain.from_iterable(history)))
     for axes, kind in zip(figure.subplots(1, 2), ("accuracy", "loss"), strict=True):
         for name in names:
@@ -64,7 +62,6 @@ def plot_virtual_clock(turns: Sequence[ScheduledRound], path: Path) -> None:
     arrived = [(arrival, turn.t - arrival.base) for turn in turns for arrival in turn.arrivals]
     stalest = max((staleness for _, staleness in arrived), default=0)
     figure = Figure(figsize=(12, 5), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
     clock, histogram = figure.subplots(1, 2, width_ratios=(3, 1))
     _plot_tasks(clock, arrived, max(stalest, 1))
     for turn in turns:

@@ -97,8 +97,7 @@ def _draw(
     data = plan.dataset
     if data.are_labelled and data.n_classes <= MAX_CLASSES_SHOWN:
         write(
-            "partition.png",
-            lambda path: plot_partition(plan.clients, data.y, data.n_classes, path),
+            "partition.png", lambda path: plot_partition(plan.clients, data.y, data.n_classes, path)
         )
     rounds_shown = min(plan.config.rounds, MAX_CLOCK_ROUNDS_SHOWN)
     selects = overridden(plan.server, ["select"])  # then no round is known without its training
@@ -117,6 +116,5 @@ def _draw(
         from raysim.runs.artifacts.client_plots import plot_clients
 
         write(
-            "clients.png",
-            lambda path: plot_clients(client_evaluation.read_clients(run_dir), path),
+            "clients.png", lambda path: plot_clients(client_evaluation.read_clients(run_dir), path)
         )

@@ -87,9 +87,7 @@ def train_trial(
         ).as_object()
         if stopping is not None and result.get("stopped"):
             result["early_stopping"] = stopping.model_dump(mode="json")
-        partial = trial.folder / ".result.json"
-        partial.write_text(json.dumps(result))
-        partial.rename(trial.folder / "result.json")
+        files.write_file(trial.folder / "result.json", json.dumps(result))
         return ""
     except RaysimError as error:
         message = str(error)
@@ -166,7 +164,7 @@ class TrialReporter:
         ladder: RungTracker,
         report: ReportCallback,
         before: Iterable[Record],
-        shown: Sequence[str] = ("accuracy", "loss"),
+        shown: Sequence[str],
     ):
         self.ladder = ladder
         self.report = report

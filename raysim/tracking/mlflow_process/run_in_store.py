@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 
+@dataclass(eq=False)
 class RunInStore:
     """One run in an MLflow server or database; used by one thread.
 
@@ -20,24 +22,16 @@ class RunInStore:
         key: id of the open run in its start record, possibly the provisional one; None before.
     """
 
-    def __init__(
-        self,
-        uri: str,
-        experiment: str,
-        run_id: str | None,
-        run_dir: Path | str,
-        replaces: str | None = None,
-    ) -> None:
-        self.uri, self.experiment, self.run_id = uri, experiment, run_id
-        self.run_dir, self.replaces = Path(run_dir).absolute(), replaces
+    uri: str
+    experiment: str
+    run_id: str | None
+    run_dir: Path
+    replaces: str | None = None
+
+    def __post_init__(self) -> None:
+        self.run_dir = Path(self.run_dir).absolute()
         self.key: str | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that make such an object of the run as it is now, for JSON."""
-        return {
-            "uri": self.uri,
-            "experiment": self.experiment,
-            "run_id": self.run_id,
-            "run_dir": str(self.run_dir),
-            "replaces": self.replaces,
-        }
+        """Return the arguments that make such an object of the run as it is now."""
+        return {field.name: getattr(self, field.name) for field in fields(RunInStore)}
