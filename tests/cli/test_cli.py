@@ -246,6 +246,7 @@ def test_ones_own_method_by_path(raysim_, small, source):
 
 # -- what there is ---------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize(
     ("what", "columns", "some"),
     [
