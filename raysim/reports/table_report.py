@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import get_args
 
 from raysim.errors import ConfigError
 from raysim.reports import published
@@ -336,12 +337,7 @@ def _target_number(target: float | str | None, with_paper: bool) -> float | None
         ) from None
 
 
-X_AXES: dict[str, CostUnit] = {
-    "rounds": "rounds",
-    "bytes": "bytes",
-    "virtual-time": "virtual time",
-    "seconds": "seconds",
-}
+X_AXES: dict[str, CostUnit] = {unit.replace(" ", "-"): unit for unit in get_args(CostUnit)}
 """Unit of cost of each value of `x_axis`."""
 
 

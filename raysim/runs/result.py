@@ -189,12 +189,10 @@ def best_values(names: Iterable[str]) -> dict[str, Callable[[Iterable[float]], f
     Args:
         names: names of metrics; accuracy and losses come first, whatever their order.
     """
-    names = set(names)
-    return {
-        name: min if lower_is_better(name) else max
-        for name in (*FIRST_METRICS, *sorted(names))
-        if name in names and has_direction(name)
-    }
+    names = sorted(filter(has_direction, set(names)))
+    first = [name for name in FIRST_METRICS if name in names]
+    ordered = dict.fromkeys([*first, *names])
+    return {name: min if lower_is_better(name) else max for name in ordered}
 
 
 def last_and_best(

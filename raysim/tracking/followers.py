@@ -270,16 +270,11 @@ class FollowedRun:
             run_dir: the folder of the run.
         """
         self._run_dir, self._closing, self._status = run_dir, threading.Event(), ""
-        self._threads = [
-            threading.Thread(
-                target=self._follow,
-                args=(FOLLOWERS[name](run_dir.absolute()),),
-                name=f"raysim-{name}",
-                daemon=True,
-            )
-            for name in names
-        ]
-        for thread in self._threads:
+        self._threads: list[threading.Thread] = []
+        for name in names:
+            given = (FOLLOWERS[name](run_dir.absolute()),)
+            thread = threading.Thread(None, self._follow, f"raysim-{name}", given, daemon=True)
+            self._threads.append(thread)
             thread.start()
 
     def finish(self, status: str) -> None:
