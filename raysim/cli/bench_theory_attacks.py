@@ -217,13 +217,9 @@ def _parse_number(text: str) -> float:
     return value
 
 
-def _finite(value: Any) -> Any:
-    """Return a value with None for infinity, which JSON lacks."""
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return None if value == float("inf") else value
+def _finite(facts: Any) -> Any:
+    """Return facts with null in place of infinite numbers, which JSON does not have."""
+    return json.loads(json.dumps(facts), parse_constant=lambda _: None)
 
 
 @app.command()

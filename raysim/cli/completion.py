@@ -135,9 +135,9 @@ class _Schema:
     """
 
     def __init__(self, overrides: list[str]):
-        from raysim.config.shipped_files import shipped_files
+        from raysim.config.shipped_files import shipped_schema
 
-        self.schema = json.loads(shipped_files("json")["schema"].read_text())
+        self.schema = shipped_schema()
         for section in ONLY_IN_FILES:
             del self.schema["properties"][section]
         self.overrides = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 FOLDER = "configs/"
 """Beginning of the path of a shipped file, in a clone and from any other folder."""
@@ -21,3 +23,8 @@ def shipped_files(kind: str = "yaml") -> dict[str, Path]:
         for f in folders
         for p in sorted(f.rglob(f"*.{kind}"))
     }
+
+
+def shipped_schema() -> dict[str, Any]:
+    """Return the shipped JSON Schema of a configuration, configs/schema.json."""
+    return json.loads(shipped_files("json")["schema"].read_text(encoding="utf-8"))

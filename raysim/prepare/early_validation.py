@@ -7,7 +7,6 @@ left to the validation that follows, which repeats these checks and knows every 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from raysim.config import explain, loading
 from raysim.config.schema import Config
 from raysim.config.sections.base import name_of
-from raysim.config.shipped_files import shipped_files
+from raysim.config.shipped_files import shipped_schema
 
 DEFAULTS_ELSEWHERE = "x-defaults-of-other-sections"
 """Key of the JSON Schema for an algorithm's defaults of other sections."""
@@ -44,9 +43,8 @@ class ShippedMethods:
     """The shipped algorithms, as the shipped JSON Schema describes them."""
 
     def __init__(self) -> None:
-        schema = json.loads(shipped_files("json")["schema"].read_text(encoding="utf-8"))
         self._nodes: dict[str | None, Any] = {}
-        for node in schema["properties"]["algorithm"]["anyOf"]:
+        for node in shipped_schema()["properties"]["algorithm"]["anyOf"]:
             name = node.get("properties", {}).get("name", {}).get("const")
             if name is not None:
                 self._nodes[name] = node

@@ -8,7 +8,6 @@ and are read there unless an installed package adds to them.
 from __future__ import annotations
 
 import importlib
-import json
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -18,7 +17,7 @@ from typing import Any, Literal
 from raysim.cli.pages.keys import first_paragraph
 from raysim.config import entry_points
 from raysim.config.entry_points import EntryPointGroup
-from raysim.config.shipped_files import shipped_files
+from raysim.config.shipped_files import shipped_schema
 from raysim.errors import ConfigError
 
 CatalogueRow = dict[str, str]
@@ -59,7 +58,7 @@ def in_shipped_schema(key: str) -> dict[str, Any]:
     Args:
         key: such as `IN_SCHEMA`.
     """
-    return json.loads(shipped_files("json")["schema"].read_text(encoding="utf-8"))[key]
+    return shipped_schema()[key]
 
 
 def shipped_rows() -> dict[str, list[CatalogueRow]]:

@@ -193,10 +193,9 @@ def read_state_dict(file: str, key: str) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise ConfigError(f"{key}: {file} cannot be read: {error.strerror or error}") from None
-    except SafetensorError as error:
-        raise ConfigError(f"{key}: {file} cannot be read: {error}") from None
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{key}: {file} cannot be read: {reason}") from None
     except MemoryError:
         raise ConfigError(
             f"{key}: {file} is damaged, or does not fit in memory; give another file"

@@ -142,7 +142,7 @@ def find_rule(section: str, name: str) -> Any:
         ConfigError: nothing has that name, or it is not what the section names.
     """
     discover()
-    reference = name if ":" in name else full_reference(section, name)
+    reference = full_reference(section, name)
     if ":" in reference:
         part = load_object(reference, f"{section}.name", offered_names)
         return _as_part(section, reference, part)
