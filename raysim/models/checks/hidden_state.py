@@ -31,7 +31,7 @@ SCALE = 8.0
 """Factor of the parameters in a pass that shows whether forward limits them."""
 
 MANY_PASSES = 1001
-"""Number that is added to a counter, to see if outputs depend on it."""
+"""Number that is added to a counter, to see if outputs or statistics depend on it."""
 
 GENERATORS_OF_NETS = (
     torch.Generator,
