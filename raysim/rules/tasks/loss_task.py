@@ -156,7 +156,8 @@ class _TokenLoss(LossTask):
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the sum of each sequence's losses, [B]. See `LearningTask.loss`."""
-        return self.token_losses(outputs, batch.y).sum(1)
+        losses = self.token_losses(outputs, batch.y)  # pyright: ignore[reportAttributeAccessIssue]  # of NextToken
+        return losses.sum(1)
 
     def mean_weights(self, y: Tensor) -> Tensor | None:
         """Return the sum of each sequence's weights, [B]. See `LearningTask.mean_weights`."""
