@@ -156,7 +156,7 @@ class _TokenLoss(LossTask):
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the sum of each sequence's losses, [B]. See `LearningTask.loss`."""
-        losses = self.token_losses(outputs, batch.y)  # pyright: ignore[reportAttributeAccessIssue]
+        losses = self.token_losses(outputs, batch.y)  # pyright: ignore[reportAttributeAccessIssue]  # of NextToken
         return losses.sum(1)
 
     def mean_weights(self, y: Tensor) -> Tensor | None:
