@@ -7,6 +7,7 @@ in between handles one tensor.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -133,20 +134,24 @@ def too_large(x: np.ndarray, inputs: Inputs, dtype: str) -> str | None:
 class Unpack:
     """A hook that gives a net its inputs, from packed ones; a call with inputs stays as it is."""
 
-    def __init__(self, inputs: Inputs):
-        """Keep the inputs."""
+    def __init__(self, inputs: Inputs, as_one: bool):
+        """Keep the inputs, and whether forward gets them as one mapping or tuple."""
         self.inputs = inputs
+        self.as_one = as_one
 
     def __call__(
         self, net: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return the arguments of forward. See `torch.nn.Module.register_forward_pre_hook`."""
-        if len(args) != 1 or kwargs:
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return None
         values = {}
         for entry, x in zip(self.inputs, parts(args[0], self.inputs).values(), strict=True):
             values[entry.name] = _as_given(x.reshape(*x.shape[:-1], *entry.shape), entry)
-        return ((), values) if are_named(self.inputs) else (tuple(values.values()), {})
+        in_order = tuple(values.values())
+        if self.as_one:
+            return (values if are_named(self.inputs) else in_order,), {}
+        return ((), values) if are_named(self.inputs) else (in_order, {})
 
 
 def _as_given(x: Tensor, entry: Input) -> Tensor:
@@ -163,7 +168,19 @@ def set_inputs(net: nn.Module, inputs: Inputs) -> None:
         net: the net; it gets a hook.
         inputs: its inputs.
     """
-    net.register_forward_pre_hook(Unpack(inputs), prepend=True, with_kwargs=True)
+    unpack = Unpack(inputs, _takes_all_as_one(net, inputs))
+    net.register_forward_pre_hook(unpack, prepend=True, with_kwargs=True)
+
+
+def _takes_all_as_one(net: nn.Module, inputs: Inputs) -> bool:
+    """Return whether forward takes all inputs as one mapping or tuple, by its parameters."""
+    parameters = inspect.signature(net.forward).parameters.values()
+    usual = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if not are_named(inputs):
+        return len(inputs) > 1 and len(usual) == len(parameters) == 1
+    required = [p for p in usual if p.default is p.empty]
+    own_names = {p.name for p in parameters} & {entry.name for entry in inputs}
+    return len(required) == 1 and not own_names
 
 
 def inputs_of(net: nn.Module) -> Inputs:

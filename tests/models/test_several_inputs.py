@@ -96,6 +96,14 @@ def in_order(net, x):
     return net(*x.values())
 
 
+def as_mapping(net, x):
+    return net(x)
+
+
+def as_pair(net, x):
+    return net(tuple(x.values()))
+
+
 def compare(result: raysim.RunResult, truth: nn.Module, data: Any, call) -> None:
     for key, value in result.state_dict.items():
         if "tracked" not in key:
@@ -115,6 +123,26 @@ def test_a_mapping_reaches_forward_by_name(mode):
     compare(result, plain(Fuses(), data, by_name), data, by_name)
     predicted = result.predict(data[2])
     torch.testing.assert_close(predicted, result.net().double()(**tensors(data[2])))
+
+
+class TakesBatch(TakesTwo):
+    def forward(self, batch, scale=1.0):
+        return super().forward(batch["user"], batch["tokens"]) * scale
+
+
+class TakesPair(TakesTwo):
+    def forward(self, pair):
+        return super().forward(*pair)
+
+
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
+def test_a_forward_with_one_argument_gets_the_mapping_or_the_tuple(mode):
+    data = halves(["user", "tokens"])
+
+    result = run(TakesBatch(), data, PARTS, 2, batching={"mode": mode})
+    compare(result, plain(TakesBatch(), data, as_mapping), data, as_mapping)
+    result = run(TakesPair(), as_tuples(data), PARTS, 2, batching={"mode": mode})
+    compare(result, plain(TakesPair(), data, as_pair), data, as_pair)
 
 
 class Distances(TakesTwo):
