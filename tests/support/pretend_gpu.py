@@ -678,6 +678,7 @@ def pretended_gpu() -> Iterator[PretendGPU]:
     global mode
     gpu = PretendGPU()
     patched = {
+        "is_bf16_supported": lambda *_, **__: True,
         "is_available": lambda: True, "device_count": lambda: 1, "_lazy_init": lambda: None,
         "is_initialized": lambda: True, "current_device": lambda: 0,
         "Stream": Stream, "current_stream": lambda *_: gpu.current, "stream": _stream,
