@@ -182,8 +182,16 @@ class GradientSimulator:
         local = config.local
         decayed = self.model.decayed() if local.weight_decay else None
         lr, x0 = local.step_sizes.of_step(base), plan.initial[0].to(device)
-        constants = (local.weight_decay, local.max_grad_norm, config.example_privacy)
-        self.settings = LocalSettings(base, lr, *constants, False, x0, decayed)
+        self.settings = LocalSettings(
+            base,
+            lr,
+            local.weight_decay,
+            local.max_grad_norm,
+            config.example_privacy,
+            False,
+            x0,
+            decayed,
+        )
         self.clients = [observation.client for observation in seen]
         of_round = plan.clients.at(base)
         self.sizes = [len(of_round.client(client)) for client in self.clients]

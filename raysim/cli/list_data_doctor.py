@@ -91,19 +91,28 @@ def _of_family(
             "--family: is for lists of algorithms, clients and servers; `raysim list families` "
             "prints the families"
         )
-    if family not in (known := [*families, "all"]):
+    if family == "all":
+        return rows, []
+    if family not in families:
+        known = [*families, "all"]
         raise ConfigError(
             f"--family: no {listing} of family '{family}'{did_you_mean(family, known)}"
         )
-    return [row for row in rows if family in (row["family"], "all")], []
+    return [row for row in rows if row["family"] == family], []
 
 
 def _outside_of_families(rows: list[CatalogueRow]) -> tuple[list[CatalogueRow], list[str]]:
     """Return the rows of methods of no family, and the families of the others."""
     from raysim.config.schema import GENERAL
 
-    general = [row for row in rows if row["family"] in ("", GENERAL)]
-    return general, [row["family"] for row in rows if row not in general]
+    shown: list[CatalogueRow] = []
+    others: list[str] = []
+    for row in rows:
+        if row["family"] in ("", GENERAL):
+            shown.append(row)
+        else:
+            others.append(row["family"])
+    return shown, others
 
 
 def _print_page(listing: str | None, name: str, as_json: bool) -> None:

@@ -10,6 +10,8 @@ import re
 import statistics
 import sys
 import warnings
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -214,7 +216,15 @@ def cached(
     if path.exists():
         try:
             return _read_cache(path, counts)
-        except Exception as error:  # a damaged file may raise nearly anything
+        except (
+            OSError,
+            EOFError,
+            KeyError,
+            TypeError,
+            ValueError,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as error:
             print(f"{path} cannot be used ({error}); the images are decoded again", file=sys.stderr)
     arrays = decode()
     part = path.with_suffix(f".{platform.node()}-{os.getpid()}.part")

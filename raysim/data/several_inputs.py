@@ -150,7 +150,8 @@ class Unpack:
             values[entry.name] = _as_given(x.reshape(*x.shape[:-1], *entry.shape), entry)
         in_order = tuple(values.values())
         if self.as_one:
-            return (values if are_named(self.inputs) else in_order,), {}
+            whole = values if are_named(self.inputs) else in_order
+            return (whole,), {}
         return ((), values) if are_named(self.inputs) else (in_order, {})
 
 

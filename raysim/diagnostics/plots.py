@@ -26,8 +26,13 @@ def plot_forgetting(rounds: Mapping[int, Mapping[str, Sequence[float]]], path: P
     losses, increases, fisher = figure.subplots(1, 3)
     for when, colour in (("before", "tab:blue"), ("after", "tab:red")):
         values = np.concatenate([measured[when] for measured in rounds.values()])
-        style = {"alpha": 0.5, "color": colour, "label": f"{when} local training"}
-        losses.hist(values[np.isfinite(values)], bins=40, **style)
+        losses.hist(
+            values[np.isfinite(values)],
+            bins=40,
+            alpha=0.5,
+            color=colour,
+            label=f"{when} local training",
+        )
     losses.set(
         title="loss on past clients' data",
         xlabel="mean loss of a client",

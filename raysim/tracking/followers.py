@@ -14,6 +14,7 @@ import logging
 import math
 import shlex
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ NOTE_TAG = "mlflow.note.content"
 """Tag with the description of a run."""
 
 
-class Follower:
-    """A tracker that follows the spool of a run. By itself it logs nothing."""
+class Follower(ABC):
+    """A tracker that follows the spool of a run."""
 
     name: str
     """Name in `tracking.also`, and of the extra that installs its package."""
@@ -47,6 +48,7 @@ class Follower:
         """
         self.run_dir = run_dir
 
+    @abstractmethod
     def open(self, start: Mapping[str, Any]) -> None:
         """Begin or continue the run.
 
@@ -54,6 +56,7 @@ class Follower:
             start: the run's newest record of the kind "start".
         """
 
+    @abstractmethod
     def parameters(self, values: Mapping[str, str]) -> None:
         """Log the configuration, with dotted keys.
 
@@ -61,6 +64,7 @@ class Follower:
             values: values as text, by dotted key.
         """
 
+    @abstractmethod
     def metrics(self, values: Mapping[str, float], step: int, time: float) -> None:
         """Log the metrics of a step.
 
@@ -70,6 +74,7 @@ class Follower:
             time: time at which they were recorded, in seconds since 1970.
         """
 
+    @abstractmethod
     def tags(self, values: Mapping[str, str]) -> None:
         """Log tags; they replace older values.
 
@@ -77,6 +82,7 @@ class Follower:
             values: value of each tag by name.
         """
 
+    @abstractmethod
     def artifact(self, path: Path) -> None:
         """Log a file or a folder of the run.
 
@@ -84,9 +90,11 @@ class Follower:
             path: a file or folder, which may have been removed since.
         """
 
+    @abstractmethod
     def flush(self) -> None:
         """Write what was logged so far."""
 
+    @abstractmethod
     def close(self, status: str) -> None:
         """End the run, or leave it open for more if `status` is empty.
 
@@ -129,6 +137,9 @@ class TensorBoard(Follower):
             self._writer.add_text("description", note)
         if values:
             self._text("tags", values)
+
+    def artifact(self, path: Path) -> None:
+        """Do nothing: the file stays in the folder of the run. See `Follower.artifact`."""
 
     def _text(self, title: str, values: Mapping[str, str]) -> None:
         """Log a table of keys and values, in Markdown."""
@@ -193,6 +204,9 @@ class WandB(Follower):
                 self._files.add_dir(str(path), name=path.name)
             else:
                 self._files.add_file(str(path), overwrite=True)
+
+    def flush(self) -> None:
+        """Do nothing: a process of W&B sends the records."""
 
     def close(self, status: str) -> None:
         """Log the artifact and end the run. See `Follower.close`."""
@@ -270,11 +284,16 @@ class FollowedRun:
             run_dir: the folder of the run.
         """
         self._run_dir, self._closing, self._status = run_dir, threading.Event(), ""
-        self._threads: list[threading.Thread] = []
-        for name in names:
-            given = (FOLLOWERS[name](run_dir.absolute()),)
-            thread = threading.Thread(None, self._follow, f"raysim-{name}", given, daemon=True)
-            self._threads.append(thread)
+        self._threads = [
+            threading.Thread(
+                target=self._follow,
+                args=(FOLLOWERS[name](run_dir.absolute()),),
+                name=f"raysim-{name}",
+                daemon=True,
+            )
+            for name in names
+        ]
+        for thread in self._threads:
             thread.start()
 
     def finish(self, status: str) -> None:

@@ -26,7 +26,7 @@ from raysim.reports.analysis.targets import fraction_of
 from raysim.reports.runs import RunSource
 from raysim.reports.table_columns import ResultsTable
 from raysim.reports.table_row import Figure
-from raysim.reports.tracked import TrackedRun
+from raysim.reports.tracked import STATISTICS, TrackedRun
 from raysim.tracking import mlflow_client
 from raysim.tracking import spool_sender as tracking
 from raysim.tracking.recorder import Recorder
@@ -249,6 +249,7 @@ def test_a_metric_that_accumulates_is_reported_by_its_last_value():
     ]
     (row,) = rows(runs, "privacy/epsilon")
     assert row.result.mean == 2.0
+    assert {runs[0].value(statistic, lower=False) for statistic in STATISTICS} == {1.5}
     head, _, line = ResultsTable([row]).markdown().splitlines()
     assert head == "| seeds | last privacy/epsilon | rounds done |"
     assert line == "| 2 | 2 ± 0.7071 | 2 |"
