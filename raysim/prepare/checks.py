@@ -6,6 +6,7 @@ names the key and the fix.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Mapping
@@ -26,12 +27,14 @@ from raysim.config.sections.schedule import (
 )
 from raysim.data.dataset import Dataset
 from raysim.data.partition.clients import Clients, VirtualClients
+from raysim.data.partition.groups import local_of_groups
 from raysim.errors import ConfigError
 from raysim.models import build
 from raysim.models.checks.coupled_examples import couples_in_evaluation
 from raysim.models.flat import Model
 from raysim.system import machine, startup_stages
 from raysim.system.files import is_path
+from raysim.system.global_generators import generators_kept
 
 logger = logging.getLogger("raysim")
 
@@ -294,6 +297,35 @@ def note_coupled_evaluation(config: Config, model: Model, n_test: int) -> None:
             size,
             n_test,
         )
+
+
+def check_batches_of_one(config: Config, net: nn.Module, model: Model) -> None:
+    """Check that PyTorch trains the net on one example, if a mini-batch has one by configuration.
+
+    BatchNorm refuses a single value for each channel; the engine's returns its shift, as the only
+    example of a client needs it, and would learn nothing.
+
+    Args:
+        config: the configuration of the run.
+        net: the net as the user wrote it.
+        model: the same net as the run reads it.
+
+    Raises:
+        ConfigError: PyTorch refuses it.
+    """
+    has_batches_of_one = any(local.batch_size == 1 for local in local_of_groups(config))
+    are_frozen = config.local.buffers == "frozen"
+    if not has_batches_of_one or are_frozen or not model.needs_two_examples:
+        return
+    x, _ = model.examples(1)
+    try:
+        with generators_kept(), torch.no_grad():
+            copy.deepcopy(net).to(model.dtype).train()(x)
+    except ValueError as error:
+        raise ConfigError(
+            f"local.batch_size: PyTorch does not train this net on single examples: {error}; take "
+            "at least 2"
+        ) from None
 
 
 def check_net_is_finite(config: Config, net: nn.Module) -> None:

@@ -140,6 +140,7 @@ def build_problem(
     checks.check_net_is_finite(config, net)
     of_net = {"data", "model", "task", "dtype"}
     check_reading(net, model, config.model_dump_json(include=of_net))
+    checks.check_batches_of_one(config, net, model)
     checks.note_coupled_evaluation(config, model, len(dataset.y_test))
     problem = Problem(
         n_clients=len(clients),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raysim.errors import ConfigError, RaysimError
+from raysim.rules import TaskMetric
 from raysim.rules.tasks.function_metric import FunctionMetric
 from raysim.rules.tasks.shipped_tasks import Classification
 
@@ -134,13 +135,34 @@ def test_what_is_no_metric_is_refused(function, message):
         run(net(), DATA, PARTS, evaluate={"metrics": [function]})
 
 
+class WithoutRows(TaskMetric):
+    metric_name = "empty"
+
+
+def misspelled(outputs: Tensor, y: Tensor) -> Tensor:
+    return outputs.argmaxx(1) == y  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (
+            misspelled,
+            r"'misspelled' failed: AttributeError: .*test_function_metrics\.py, line \d+: ",
+        ),
+        (WithoutRows, "'empty' failed: NotImplementedError: WithoutRows defines no rows"),
+    ],
+)
+def test_a_mistake_in_a_metric_is_found_before_the_run(metric, message):
+    with pytest.raises(ConfigError, match=f"^evaluate.metrics: metric {message}"):
+        run(net(), DATA, PARTS, evaluate={"metrics": [metric]})
+
+
 def test_outputs_are_no_metric():
     def same(outputs: Tensor, y: Tensor) -> Tensor:
         return outputs
 
-    with pytest.raises(
-        RaysimError, match=r"numbers of shape \[60, 3\] for 60 examples; return one"
-    ):
+    with pytest.raises(RaysimError, match=r"numbers of shape \[6, 3\] for 6 examples; return one"):
         run(net(), DATA, PARTS, evaluate={"metrics": [same]})
 
 

@@ -45,6 +45,11 @@ class ForgetsAll(ServerRule):
 
 
 @dataclass(frozen=True)
+class WithoutUpdate(ServerRule):
+    pass
+
+
+@dataclass(frozen=True)
 class Forgets(ForgetsAll):
     def init(self, x0, problem):
         return {"x": x0, "m": x0.clone()}
@@ -192,7 +197,8 @@ def test_batch_sizes_of_a_run(given, ragged):
     """With 20 examples and batches of 6: 6 and 2. With BatchNorm, of 7 examples there is one batch."""
     sizes = {6: {6, 2, 1, 3, 5}, "full": {20, 1, 9, 14, 2, 7, 17}, 1: {1}}
     for batch, expected in sizes.items():
-        plan = prepare(given("Right", local={"steps": 1, "batch_size": batch, "lr": 0.1}))
+        local = {"steps": 1, "batch_size": batch, "lr": 0.1}
+        plan = prepare(given("Right", model={"name": "mlp", "hidden": [4]}, local=local))
         assert batch_sizes(plan.config, plan.clients) == expected
     plan = prepare(given("Right", local={"steps": 1, "batch_size": 6, "lr": 0.1}))
     assert batch_sizes(plan.config, plan.clients, needs_two=True) == {6, 7, 2, 1, 3, 5}
@@ -305,6 +311,14 @@ def test_a_server_rule_that_provides_what_its_init_does_not_return_is_refused(
     said = rf"provides 'mom', which its `init` does not return \(x.*forgets\.py, line {line}\)"
     with pytest.raises(ConfigError, match=rf"server\.name: server rule '{rule.lower()}' {said}"):
         prepare({**given("Plain"), "client": "fedavg", "server": f"{path}:{rule}"})
+
+
+def test_a_server_rule_without_update_is_refused(given, source):
+    server = source("forgets", FORGETS) + ":WithoutUpdate"
+    with pytest.raises(
+        ConfigError, match=r"^server\.name: .*'withoutupdate' defines no `update`; "
+    ):
+        prepare({**given("Plain"), "client": "fedavg", "server": server})
 
 
 @pytest.mark.parametrize("what", ["raises", "mismatch"])

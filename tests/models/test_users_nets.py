@@ -704,6 +704,15 @@ class SparseRows(Head):
         return F.embedding((x[:, 0] > 0).long(), self.head.weight, sparse=True)[:, :3]
 
 
+class SparseLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(2, 3, sparse=True)
+
+    def forward(self, x):
+        return self.rows((x[:, 0] > 0).long())
+
+
 class Observes(nn.Module):
     """Its range comes to rest on the same inputs, as that of torch.ao.quantization.FakeQuantize."""
 
@@ -821,6 +830,7 @@ REFUSED = {
     "keeps a mean": (lambda: KeepsFirstMean(None), "training mode after a pass on other examples"),
     "unfreezes": (Unfreezes, "sets requires_grad of 'body.weight' in a forward pass"),
     "sparse gradient": (lambda: SparseRows(None), "sparse gradient of 'head.weight'"),
+    "sparse layer": (SparseLayer, "sparse gradient of 'rows.weight'"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), r"0 \(LazyLinear\) has no shape"),
     "lazy norm": (lambda: sequence(nn.LazyBatchNorm1d()), r"1 \(LazyBatchNorm1d\) has no shape"),
     "counter in a buffer": (CountsInABuffer, "buffer 'seen' of type torch.int64"),
@@ -862,6 +872,18 @@ def test_a_net_that_cannot_be_simulated_is_refused(make, message):
     with pytest.raises(ConfigError, match=f"^model.*{message}") as error:
         run(make(), DATA, PARTS)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("where", ["local", "groups"])
+def test_batches_of_one_are_refused_where_pytorch_refuses_them(where):
+    one = {"batch_size": 1, "steps": 1, "lr": 0.1}
+    keys = {"local": one} if where == "local" else {"groups": {"a": {"share": 0.5, "local": one}}}
+    with pytest.raises(ConfigError, match=r"^local\.batch_size: .* Expected more than 1 value per"):
+        run(sequence(nn.BatchNorm1d(8)), DATA, PARTS, 1, **keys)
+    run(sequence(nn.LayerNorm(8)), DATA, PARTS, 1, **keys)
+    # Several positions of one example have a mean and a variance.
+    positions = (nn.Unflatten(1, (2, 4)), nn.BatchNorm1d(2), nn.Flatten())
+    run(sequence(*positions), DATA, PARTS, 1, **keys)
 
 
 def test_a_note_says_that_metrics_depend_on_the_batches_of_an_evaluation(caplog):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from raysim.data import Examples
-from raysim.engine.learning import SAMPLE_EXAMPLES
+from raysim.engine.learning import METRICS_KEY, SAMPLE_EXAMPLES
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
 from raysim.models.flat import BoundModel
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, keyed_numbers_only
+from raysim.rules.errors.user_code import place_of_error
 from raysim.rules.tasks.function_metric import FunctionMetric
 from raysim.rules.tasks.learning_task import TaskMetric
 from raysim.rules.tasks.shipped_tasks import TASKS
@@ -17,18 +18,22 @@ from raysim.system.global_generators import generators_kept
 from raysim.system.signals import reraise_stop
 from raysim.training.evaluation import measure
 
+MISTAKES = (NameError, AttributeError, TypeError, NotImplementedError)
+"""Errors of metrics that do not depend on the examples."""
+
 
 def dry_run_task(plan: Plan) -> None:
     """Check that a user's loss and metrics use no global random generator, and keep nothing.
 
-    Other errors are left to the first evaluation: a metric may need more than a few examples.
+    Mistakes in the code of a metric count too. Other errors are left to the first evaluation: a
+    metric may need more than a few examples.
 
     Args:
         plan: the plan of the run.
 
     Raises:
-        ConfigError: a loss or a metric draws from one, or has another value the second time; the
-            message names it and its key.
+        ConfigError: a loss or a metric draws from one, or has another value the second time, or a
+            metric has a mistake; the message names it and its key.
     """
     checked: dict[str, tuple[TaskMetric, ...]] = {
         f"evaluate.metrics: '{metric.name}'": (metric,)
@@ -57,6 +62,10 @@ def dry_run_task(plan: Plan) -> None:
                 return measure(net, buffers, examples, len(y), metrics)
             except BaseException as error:
                 reraise_stop(error)
+                mistake = error.__cause__
+                if isinstance(mistake, MISTAKES):
+                    where = place_of_error(mistake)
+                    raise ConfigError(f"{METRICS_KEY}: {error}{where and f' ({where})'}") from None
                 return {}
 
         # Packages that the first call imports may draw numbers, such as scikit-learn.
