@@ -373,8 +373,14 @@ def test_data_mistakes(raysim_, arguments, said):
 
 @pytest.mark.parametrize(
     "overrides",
-    ["algoritm=gradma", "data=mnits", "client=scaffold server=fedavg", "rounds", "tracking.uri=x"],
-)
+    [
+        "algoritm=gradma", "algorithm=gradm", "rounds=-1", "rounds=abc", "schedule.cohort=1000",
+        "local.lr=nan", "data=mnits", "algorithm.memory=3", "model=nope", "resources.gpus=3",
+        "partition.alpha=0", "seed=x", "client=scaffold server=fedavg", "algorithm=./missing.py:X",
+        "local.batch_size=0", "rounds", "tracking.uri=x", "tracking.uri=bogus://h",
+        "tracking.uri=http://h:port",
+    ],
+)  # fmt: skip
 def test_a_mistake_is_one_message(raysim_, overrides):
     assert_one_message(raysim_("run", "quickstart", *overrides.split()))
     assert not list(Path().iterdir()), "nothing has started"

@@ -615,39 +615,73 @@ JARGON = re.compile(
 )
 """Words of libraries and of Python, which someone who edits a YAML file need not know."""
 
-# Bounds and types of single keys are in configs/schema.json, which its own test compares.
 MISTAKES = """
 algoritm=gradma                                     | algoritm            | 'algorithm'
+sed=3                                               | sed                 | 'seed'
 data.nam=digits                                     | data.nam            | 'name'
+partition.client=4                                  | partition.client    | 'clients'
+schedule.cohrot=3                                   | schedule.cohrot     | 'cohort'
+local.step=3                                        | local.step          | 'steps'
 local.momentum=0.9                                  | local.momentum      | known: accumulate
+faults.on_error=stop                                | faults.on_error     | 'on_client_error'
+resources.actor=2                                   | resources.actor     | 'actors'
+batching.siz=3                                      | batching.siz        | 'size'
+evaluate.evry=1                                     | evaluate.evry       | 'every'
+checkpoint.kep=3                                    | checkpoint.kep      | 'keep'
+tracking.experimnt=x                                | tracking.experimnt  | 'experiment'
 model=mlp model.hiden=[3]                           | model.hiden         | 'hidden'
 model=mlp model.dropout=0.5                         | model.dropout       | 'mlp'
 algorithm=fedavg algorithm.memory=3                 | algorithm.memory    | fedavg
 algorithm=gradma algorithm.bta1=0.5                 | algorithm.bta1      | 'beta1'
 client=fedprox client.nu=1 server=fedavg            | client.nu           | 'mu'
+client=fedavg server=fedavgm server.beta=1          | server.beta         | 'beta1'
 client=RULES:Mine server=fedavg client.stength=1    | client.stength      | 'strength'
 algorithm=RULES:Mine algorithm.stength=1            | algorithm.stength   | 'strength'
 model=NETS:Net model.hiden=[3]                      | model.hiden         | 'hidden'
 rounds=-1                                           | rounds              | 1 | -1
+rounds=0                                            | rounds              | 1
 rounds=abc                                          | rounds              | integer | 'abc'
+rounds=1.5                                          | rounds              | integer
 rounds=null                                         | rounds              | integer
 rounds=true                                         | rounds              | integer
+rounds=1000000001                                   | rounds              | 1000000000
+seed=9223372036854775808                            | seed                | less than 9223372036854775808
 tracking.experiment=null                            | tracking.experiment | must not be empty
+tracking.experiment=""                              | tracking.experiment | must not be empty
+tracking.experiment=/                               | tracking.experiment | must not be empty
 tracking.experiment=a/../b                          | tracking.experiment | '..' can be
+tracking.experiment="a\\nb"                         | tracking.experiment | in one line
+rounds=[1]                                          | rounds              | integer
 rounds.x=3                                          | rounds              | integer
+seed=x                                              | seed                | 'x'
+seed=-1                                             | seed                | -1
 name=3                                              | name                | string
+run_dir=3                                           | run_dir             | string
 dtype=float16                                       | dtype               | 'float64' | 'float16'
 data=3                                              | data
 data=null                                           | data
+data.root=3                                         | data.root           | string
 data.download=maybe                                 | data.download       | 'maybe'
+data.augment=2                                      | data.augment        | 2
 partition=dirichlet                                 | partition.alpha     | missing
 partition=dirichlet partition.alpha=0               | partition.alpha     | greater than 0
 partition=dirichlet partition.alpha=nan             | partition.alpha     | finite
+partition=dirichlet partition.alpha=.nan            | partition.alpha     | finite
+partition=dirichlet partition.alpha=.inf            | partition.alpha     | finite
+partition={name: dirichlet, alpha: 1, kind: class}  | partition.kind      | 'client_over_classes'
+partition.clients=0                                 | partition.clients   | 1
+partition.clients=many                              | partition.clients   | 'many'
 partition.clients=100000                            | partition.clients   | 1438
+partition=shards partition.classes=0                | partition.classes   | 1
 partition={name: dirichlet}                         | partition.alpha     | missing | partition.alpha=
 partition=null                                      | partition
+partition=3                                         | partition
 schedule.cohort=21                                  | schedule.cohort     | 21 | 20 | partition.clients
+schedule.cohort=0                                   | schedule.cohort     | 1
+schedule.cohort=2.5                                 | schedule.cohort     | integer
+model=3                                             | model
 model=mlp model.hidden=abc                          | model.hidden        | 'abc'
+model=mlp model.hidden=[a]                          | model.hidden        | 'a'
 model=mlp model.hidden=[-3]                         | model               | 'mlp'
 model=NETS:Net model.hidden=x                       | model.hidden        | 'x'
 model=lenet5                                        | model.name          | lenet5 | 8×8
@@ -655,15 +689,24 @@ algorithm=3                                         | algorithm
 algorithm.lr=0                                      | algorithm.lr        | greater than 0
 algorithm.lr=.nan                                   | algorithm.lr        | finite
 algorithm.weights=sample                            | algorithm.weights   | 'samples'
+algorithm=fedprox algorithm.mu=-1                   | algorithm.mu        | 0
+algorithm=fedprox algorithm.mu=.inf                 | algorithm.mu        | finite
 algorithm=gradma algorithm.beta1=.nan               | algorithm.beta1     | finite
 algorithm=gradma algorithm.beta1=x                  | algorithm.beta1     | 'x'
+algorithm=gradma algorithm.memory=-1                | algorithm.memory    | 0
+algorithm=gradma algorithm.memory=1.5               | algorithm.memory    | integer
 algorithm=gradma algorithm.memory=3                 | algorithm.memory    | 3 | 10
 client=fedavg server=gradma server.memory=9         | server.memory       | 9 | 10
+algorithm=gradma algorithm.solver=exat              | algorithm.solver    | 'exact'
+algorithm=gradma algorithm.norm_floor=2             | algorithm.norm_floor| 1
 algorithm=gradma algorithm.small_tensor_rule=sum    | algorithm.small_tensor_rule | qp_scope=per_tensor
 client=fedprox client.mu=x server=fedavg            | client.mu           | 'x'
 client=RULES:Mine server=fedavg client.strength=x   | client.strength     | 'x'
+local.lr=nan                                        | local.lr            | finite
 local.lr=.nan                                       | local.lr            | finite
+local.lr=.inf                                       | local.lr            | finite
 local.lr=0                                          | local.lr            | greater than 0
+local.lr=-0.1                                       | local.lr            | greater than 0
 local.lr=fast                                       | local.lr            | 'fast'
 local.lr=true                                       | local.lr            | number
 local.lr=[]                                         | local.lr            | [first round, value]
@@ -674,13 +717,32 @@ local.lr=[0.1,0.2]                                  | local.lr            | [fir
 local.lr=[[0,0.1],[5]]                              | local.lr            | [first round, value]
 local.lr=[[0,0.1],[5.5,1]]                          | local.lr            | [first round, value]
 local.lr=[[0,0.1],[5,-1]]                           | local.lr            | greater than 0
+local.batch_size=0                                  | local.batch_size    | 1 | 'full'
 local.batch_size=ful                                | local.batch_size    | 'full'
+local.batch_size=2.5                                | local.batch_size    | integer
+local.steps=0                                       | local.steps         | 1
 local.steps=5 local.epochs=2                        | local               | steps | epochs | not both
+local.max_grad_norm=0                               | local.max_grad_norm | greater than 0
+local.weight_decay=-1                               | local.weight_decay  | 0
 local=5                                             | local
+local=[1]                                           | local
 evaluate=false                                      | evaluate
+faults.on_client_error=ignore                       | faults.on_client_error | 'drop'
+resources.executor=dask                             | resources.executor  | 'inline'
+resources.actors=0                                  | resources.actors    | 1
+resources.threads=0                                 | resources.threads   | 1
+resources.timeout=0                                 | resources.timeout   | 0
+resources.gpus=-1                                   | resources.gpus      | 0
 resources.gpus=64                                   | resources.gpus      | 64 | this machine has
 resources.executor=ray resources.actors=5000        | resources.actors    | 5000 | this machine has
 resources.executor=ray resources.cpus=5000          | resources           | 5000 | this machine has
+batching.mode=vmap                                     | batching.mode          | 'lanes'
+batching.size=0                                        | batching.size          | 1 | 'auto'
+batching.size=atuo                                     | batching.size          | 'auto'
+evaluate.every=-1                                   | evaluate.every      | 0
+checkpoint.keep=0                                   | checkpoint.keep     | 1
+tracking.required=perhaps                           | tracking.required   | 'perhaps'
+tracking.uri=3                                      | tracking.uri        | string
 tracking.uri=./mlruns                               | tracking.uri        | sqlite:///mlflow.db
 data=mnits                                          | data.name           | 'mnist'
 data=cifar100 data.root=/nowhere                    | data.name           | cifar100 | data fetch cifar100 | /nowhere
