@@ -90,7 +90,7 @@ def test_nothing_is_lost_when_it_is_killed(
 def test_a_process_that_does_not_start_is_named(
     settings: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, why: str
 ) -> None:
-    monkeypatch.setattr(connection, "_process", None)
+    connection._end()  # the one of earlier tests
     monkeypatch.setattr(sys, "executable", program)
     connection.start()  # reports nothing
     with pytest.raises(RaysimError, match=rf"the process that calls MLflow .*{why}.*printed"):
