@@ -53,7 +53,7 @@ def run(
         if not (print_config or dry_run):
             connection.start()  # beside the import of torch
         with uncollected():
-            from raysim.prepare.checks import check_address
+            from raysim.prepare.checks.machine import check_address
             from raysim.prepare.resolve import prepare
 
         shown = nullcontext() if print_config or dry_run else notes_shown(console)

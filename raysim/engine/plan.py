@@ -18,12 +18,12 @@ from raysim.config.python_objects import PythonObject
 from raysim.config.references import Code
 from raysim.config.schema import Config
 from raysim.config.sections.local import Local
-from raysim.data import Dataset
+from raysim.data import Dataset, Examples
 from raysim.data.partition.clients import Clients, VirtualClients
-from raysim.engine import learning
 from raysim.models.checks.against_pytorch import check_same_outputs
 from raysim.models.flat import Model
 from raysim.rules import contract
+from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.rule import Problem
 from raysim.rules.tasks.learning_task import LearningTask, TaskMetric
@@ -40,6 +40,9 @@ from raysim.training.messages import Broadcast
 from raysim.training.personal import PersonalParts, personal_parts
 from raysim.training.trainers.trainer import Trainer, TrainingMode
 from raysim.training.uploads.client_update import ClientUpdate
+
+SAMPLE_EXAMPLES = 6
+"""Number of real examples on which the net is checked."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ class Plan:
             self.dtype,
             device,
             learning_task=self.learning_task,
-            sample=learning.sample_batch(self.dataset, self.dtype),
+            sample=sample_batch(self.dataset, self.dtype),
             name=self.config.model.name,
         )
         if self.outputs is not None:
@@ -427,3 +430,17 @@ def evaluates_models(probe: Probe) -> bool:
         probe: a probe; it does if it overrides `Probe.evaluates`.
     """
     return type(probe).evaluates is not Probe.evaluates
+
+
+def sample_batch(dataset: Dataset, dtype: torch.dtype) -> Batch | None:
+    """Return a few real examples for the check of the net; None if the data set is empty.
+
+    Args:
+        dataset: the data set.
+        dtype: type of the parameters.
+    """
+    n = min(SAMPLE_EXAMPLES, len(dataset.y))
+    if not n:
+        return None
+    examples = Examples(dataset.x[:n], dataset.y[:n], dataset.scale, dataset.shift, dtype=dtype)
+    return Batch(*examples.batch(np.arange(n)))

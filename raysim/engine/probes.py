@@ -1,27 +1,18 @@
 """Probes: measurements about training that no method needs.
 
-The engine, the trainer and the evaluator know only the class `Probe`. The configuration selects the
-probes of a run: each key of `BUILT_IN_PROBES` that is set attaches the probe of that key, and
-`evaluate.probes` names users' probes.
+The engine, the trainer and the evaluator know only the class `Probe`.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import inspect
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from raysim.config import entry_points
-from raysim.config.references import load_object
-from raysim.config.schema import Config
-from raysim.config.sections.base import Named
 from raysim.engine.plan import (
     EvaluatedModel,
     Plan,
@@ -30,171 +21,19 @@ from raysim.engine.plan import (
     evaluates_models,
     measures_clients,
 )
-from raysim.errors import ConfigError, ProbeError, round_name
-from raysim.metrics import reserved_prefixes
+from raysim.errors import ProbeError, round_name
 from raysim.rules.errors.user_code import translate_errors
-from raysim.rules.methods import registry
 from raysim.server.central_server import RoundCohort
-from raysim.spelling import did_you_mean
-from raysim.system.signals import failing_as
 from raysim.training.client_start import PreparedClient
 from raysim.training.messages import WorkerResult
 from raysim.training.trainers.trainer import Measure, Trainer
 from raysim.training.uploads.client_update import ClientUpdate
 
-BUILT_IN_PROBES = {
-    "record_updates": "raysim.diagnostics.recorded_updates:RecordedUpdates",
-    "evaluate.forgetting": "raysim.diagnostics.forgetting:ForgettingProbe",
-    "evaluate.theory": "raysim.diagnostics.convergence:ConvergenceMonitor",
-}
-"""The probe that each section of the configuration attaches. The keys of the section are the
-parameters of the probe."""
-
-CLASS_TASKS = "raysim.diagnostics.class_tasks:ClassTaskMetrics"
-"""The probe of runs with `partition.phases: classes`."""
-
-RESERVED_PROBE_NAMES = (*reserved_prefixes(), "record_updates", "test")
-"""First parts of the names of other metrics, which a user's probe may not use."""
-
 RESUME_HINT = "; correct or remove this probe, then resume the run"
 """The fix at the end of the message when a probe fails in a run."""
 
-PROBE_NAME_PATTERN = re.compile(r"[\w\-.]+", re.ASCII)
-"""Valid names of probes."""
-
 METRIC_NAME_PATTERN = re.compile(r"[\w\-. /]+", re.ASCII)
 """Names of metrics that a tracker accepts."""
-
-
-def catalogue() -> Iterator[tuple[str, Any, str]]:
-    """Yield name, class and distribution of every probe that has a name.
-
-    The name of one of raysim's own is the key of the configuration that attaches it.
-    """
-    for key, reference in BUILT_IN_PROBES.items():
-        yield key, load_object(reference, key), "raysim"
-    yield from entry_points.offered(entry_points.PROBES, "evaluate.probes", ())
-
-
-def attached(config: Config) -> tuple[Probe, ...]:
-    """Return the probes that a configuration selects.
-
-    Args:
-        config: the configuration of the run.
-
-    Raises:
-        ConfigError: a user's probe cannot be loaded or built, or its name is in use.
-    """
-    probes: list[Probe] = []
-    for key, reference in BUILT_IN_PROBES.items():
-        section = operator.attrgetter(key)(config)
-        if section is not None:
-            probes.append(load_object(reference, key)(**dict(section)))
-    if config.has_class_tasks:
-        probes.append(load_object(CLASS_TASKS, "partition.phases")())
-    taken = set(RESERVED_PROBE_NAMES)
-    for key, named in config.evaluate.named_probes().items():
-        probe = _user_probe(key, named)
-        name = name_of(probe)
-        problem = ""
-        if name in taken:
-            problem = "is the name of other metrics"
-        elif not PROBE_NAME_PATTERN.fullmatch(name):
-            problem = "may have letters, digits, '_', '-' and '.' only"
-        if problem:
-            raise ConfigError(
-                f"{key}.name: the probe's name '{name}' {problem}; set name = \"...\" in the class"
-            )
-        taken.add(name)
-        probes.append(probe)
-    return tuple(probes)
-
-
-def _probe_reference(key: str, name: str) -> str:
-    """Return the reference to a user's probe that is given by reference or by an offered name."""
-    if ":" in name:
-        return name
-    if offered := entry_points.offered_reference(entry_points.PROBES, f"{key}.name", name, False):
-        return offered
-    if name.endswith(".py"):
-        raise ConfigError(f"{key}.name: which class of {name}? Give it as {name}:NAME")
-    known = [point.name for point in entry_points.entry_points(entry_points.PROBES)]
-    raise ConfigError(
-        f"{key}.name: unknown probe '{name}'{did_you_mean(name, known)}; give it as path.py:Class"
-    )
-
-
-def _check_probe_class(key: str, cls: type[Probe]) -> None:
-    """Check that a user's probe is a dataclass that measures what it requests."""
-    fields = [kind for kind in inspect.get_annotations(cls).values() if "ClassVar" not in str(kind)]
-    if fields and "__dataclass_params__" not in vars(cls):
-        raise ConfigError(f"{key}.name: put @dataclass above class {cls.__name__}")
-    if cls.request is not Probe.request and cls.measure is Probe.measure:
-        raise ConfigError(
-            f"{key}.name: {cls.__name__} requests measurements of clients; define the "
-            "method measure"
-        )
-
-
-def _user_probe(key: str, named: Named) -> Probe:
-    """Return a user's probe with its parameters."""
-    cls = load_object(_probe_reference(key, named.name), f"{key}.name")
-    if not (isinstance(cls, type) and issubclass(cls, Probe)):
-        raise ConfigError(f"{key}.name: '{named.name}' is not a Probe; derive it from raysim.Probe")
-    _check_probe_class(key, cls)
-    checked = registry.build_part(key, cls, named.parameters)
-    failed = f"{key}.name: {cls.__name__} cannot be built"
-    with failing_as(lambda why: ConfigError(f"{failed}: {why}")):
-        # Build it again: pydantic does not call an `__init__` that the class defines.
-        return cls(**probe_parameters(checked))
-
-
-def probe_parameters(probe: Probe) -> dict[str, Any]:
-    """Return a probe's parameters.
-
-    Args:
-        probe: the probe, a dataclass.
-
-    Returns:
-        The values of its fields by name.
-    """
-    return {f.name: getattr(probe, f.name) for f in dataclasses.fields(probe) if f.init}
-
-
-def check_probes(plan: Plan) -> None:
-    """Check that a plan's probes can measure its run.
-
-    Args:
-        plan: the plan of the run.
-
-    Raises:
-        ConfigError: a probe cannot, or its `check` fails.
-    """
-    for probe in plan.probes:
-        try:
-            with _guarded(probe, "check"):
-                probe.check(plan)
-        except ProbeError as error:
-            raise ConfigError(f"evaluate.probes: {error}") from None
-
-
-def with_probe_parameters(config: Config, attached_probes: Sequence[Probe]) -> Config:
-    """Return the configuration with every parameter of users' probes written out.
-
-    Args:
-        config: the configuration of the run.
-        attached_probes: the probes that `attached` returned for it.
-    """
-    # `attached` lists them last.
-    user_probes = attached_probes[len(attached_probes) - len(config.evaluate.probes) :]
-    sections = zip(config.evaluate.probes, user_probes, strict=True)
-    probes = tuple(
-        Named.model_validate({"name": named.name, **probe_parameters(probe)})
-        for named, probe in sections
-    )
-    return config.model_copy(
-        update={"evaluate": config.evaluate.model_copy(update={"probes": probes})}
-    )
 
 
 def name_of(probe: Probe) -> str:
@@ -206,7 +45,7 @@ def name_of(probe: Probe) -> str:
     return probe.name or type(probe).__name__
 
 
-# -- on the driver -------------------------------------------------------------------------------
+# -- on the driver --------------------------------------------------------------------------------
 
 
 class Probes:
@@ -220,7 +59,7 @@ class Probes:
         # Copies: after a failure of the server, measuring begins anew with the configured probes.
         self.probes = copy.deepcopy(run.plan.probes)
         for probe in self.probes:
-            with _guarded(probe, "begin"):
+            with guarded(probe, "begin"):
                 probe.begin(run)
 
     def requests(self, round: RoundCohort) -> dict[int, dict[str, Any]]:
@@ -234,7 +73,7 @@ class Probes:
         """
         requests: dict[int, dict[str, Any]] = {}
         for probe in self.probes:
-            with _guarded(probe, "request", f"{round_name(round.t)}: "):
+            with guarded(probe, "request", f"{round_name(round.t)}: "):
                 requested = _mapping(probe.request(round), "of clients to requests")
                 for client, request in requested.items():
                     if client not in round.ids:
@@ -265,7 +104,7 @@ class Probes:
                 results_by_probe.setdefault(name, {})[result.client] = values
         metrics: dict[str, float] = {}
         for probe in self.probes:
-            with _guarded(probe, "metrics", f"{round_name(round.t)}: "):
+            with guarded(probe, "metrics", f"{round_name(round.t)}: "):
                 results = results_by_probe.get(name_of(probe), {})
                 metrics |= _named(probe, probe.metrics(round, results))
         return metrics
@@ -281,7 +120,7 @@ class Probes:
         """
         due = []
         for probe in self.probes:
-            with _guarded(probe, "evaluates", f"after {rounds_done} rounds: "):
+            with guarded(probe, "evaluates", f"after {rounds_done} rounds: "):
                 if probe.evaluates(rounds_done):
                     due.append(name_of(probe))
         return due
@@ -300,12 +139,12 @@ class Probes:
         """
         metrics: dict[str, float] = {}
         for probe in self.probes:
-            with _guarded(probe, "follow", f"after {record['round']:g} rounds: "):
+            with guarded(probe, "follow", f"after {record['round']:g} rounds: "):
                 metrics |= _named(probe, probe.follow(dict(record)))
         return metrics
 
 
-# -- on workers and evaluators -------------------------------------------------------------------
+# -- on workers and evaluators --------------------------------------------------------------------
 
 
 def measures(plan: Plan) -> dict[str, Measure]:
@@ -331,7 +170,7 @@ def _guarded_measure(probe: Probe) -> Measure:
         trainer: Trainer, client: PreparedClient, update: ClientUpdate, request: Any
     ) -> dict[str, Any]:
         tensors = {**client.broadcast.shared, **update.report, "local_params": update.local_params}
-        with _guarded(probe, "measure", f"client {client.task.client}: "), _unchanged(tensors):
+        with guarded(probe, "measure", f"client {client.task.client}: "), _unchanged(tensors):
             return probe.measure(trainer, client, update, request)
 
     return measure
@@ -369,17 +208,17 @@ def _guarded_evaluate(probe: Probe) -> Callable[[Trainer, EvaluatedModel], dict[
 
     def evaluate(trainer: Trainer, model: EvaluatedModel) -> dict[str, float]:
         place = f"after {model.rounds_done} rounds: "
-        with _guarded(probe, "evaluate", place), _unchanged(model.shared):
+        with guarded(probe, "evaluate", place), _unchanged(model.shared):
             return _named(probe, probe.evaluate(trainer, model))
 
     return evaluate
 
 
-# -- errors --------------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _guarded(probe: Probe, method: str, where: str = "") -> Iterator[None]:
+def guarded(probe: Probe, method: str, where: str = "") -> Iterator[None]:
     """Turn every exception of a probe into a ProbeError that names the probe."""
     failed = f"{where}{method} of probe '{name_of(probe)}' failed: "
     hint = "" if method == "check" else RESUME_HINT

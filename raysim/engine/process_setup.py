@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +16,9 @@ from raysim.config.schema import Config
 from raysim.config.sections.evaluation import FineTune
 from raysim.config.sections.execution import Resources
 from raysim.config.sections.local import Local
-from raysim.data import Clients, Examples, VirtualClients
+from raysim.data import Clients, Dataset, Examples, VirtualClients
 from raysim.data.partition.clients import ExampleLists
-from raysim.engine import learning, probes
+from raysim.engine import probes
 from raysim.engine.plan import Plan
 from raysim.models.precision import allow_tf32
 from raysim.numerics import use_threads
@@ -25,6 +26,7 @@ from raysim.numerics.inner_products import MAX_DEFAULT_THREADS
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule, overridden
+from raysim.rules.public import PublicData
 from raysim.rules.task import LocalData
 from raysim.rules.uploads import declared
 from raysim.server.central_server import Server
@@ -130,7 +132,7 @@ def make_trainer(plan: Plan, device: str) -> GroupTrainer:
         of_tests = test_half if plan.clients.test_half == "test" else lambda: examples
         tests = _kept_examples(plan.clients.test, of_tests, size)
         vals = _kept_examples(plan.clients.val, lambda: examples, size)
-    public = learning.make_public_data(plan.dataset, plan.dtype, device, rules)
+    public = make_public_data(plan.dataset, plan.dtype, device, rules)
 
     parts = WorkerParts(
         plan.server,
@@ -274,10 +276,33 @@ def _update_steps(plan: Plan, x0: Tensor, device: str) -> list[UpdateStep]:
     # Before `update`, so that the rule and the text of its errors have what attackers send.
     if plan.collusion is not None:
         steps.append(plan.collusion)
-    public = learning.make_public_data(plan.dataset, plan.dtype, device, [plan.server])
+    public = make_public_data(plan.dataset, plan.dtype, device, [plan.server])
     if public is not None or plan.server.needs_task:
         task = ServerTask(config, plan.model(device), x0, public)
         steps.append(TrainingProblem(task, plan.server.changes_frozen))
     if plan.personal.mask is not None:
         steps.append(PersonalParameters(plan.personal.mask.to(device)))
     return steps
+
+
+def make_public_data(
+    dataset: Dataset,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    rules: Iterable[ClientRule | ServerRule],
+) -> PublicData | None:
+    """Return the public data on a device; None if no rule needs them.
+
+    Args:
+        dataset: the data set.
+        dtype: type of the parameters.
+        device: the device on which the examples are.
+        rules: the rules that may need them.
+    """
+    x, y = dataset.public_x, dataset.public_y
+    if x is None or not any(rule.needs_public_data for rule in rules):
+        return None
+    # Without targets y is empty, so that a loss that needs them fails.
+    targets = np.empty((len(x), 0), np.float32) if y is None else y
+    examples = Examples(x, targets, dataset.scale, dataset.shift, device=device, dtype=dtype)
+    return PublicData(len(x), y is not None, examples.batch)

@@ -19,14 +19,18 @@ from raysim.config.sections.base import name_of, named
 from raysim.config.sections.data import AnyData
 from raysim.data import Dataset, load_dataset
 from raysim.data.partition.groups import local_of_groups
-from raysim.engine import early_stop, probes
 from raysim.engine.plan import Plan, measures_clients
+from raysim.engine.probes import name_of as name_of_probe
 from raysim.engine.process_setup import torch_threads
 from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import sample_outputs
 from raysim.models.checks.deterministic_layers import check_deterministic_layers
-from raysim.prepare import checks, file_digests, rule_checks
+from raysim.prepare import configured_probes, file_digests
 from raysim.prepare.absolute_paths import with_absolute_paths, with_run_folder
+from raysim.prepare.checks import logged_metrics, machine
+from raysim.prepare.checks import rules as rule_checks
+from raysim.prepare.checks.clients import check_client_evaluation, check_cohort
+from raysim.prepare.checks.net import note_pixels
 from raysim.prepare.dry_run import client_rule, learning_task, server_rule
 from raysim.prepare.mode_and_block_size import choose_batching
 from raysim.prepare.workload import Rules, build_problem, build_rules
@@ -56,7 +60,7 @@ def prepare(
     plan = resolve_plan(raw)
     rule_checks.note_uniform_weights(raw, plan)
     rule_checks.note_attackers(raw, plan)
-    checks.note_pixels(raw, plan.config, plan.dataset)
+    note_pixels(raw, plan.config, plan.dataset)
     return plan
 
 
@@ -140,15 +144,15 @@ def _resolved(config: Config, load: Callable[[AnyData], Dataset]) -> Plan:
     """Return the plan of a validated configuration, whose rules pass the dry run."""
     rules = build_rules(config)
     workload = build_problem(config, rules, load)
-    attached = probes.attached(config)
+    attached = configured_probes.attached(config)
     batching = choose_batching(
         config, rules.client, rules.server, workload.model, any(map(measures_clients, attached))
     )
 
     written_out = write_out(config, rules, workload, batching, attached)
     own_rules = [rules.client, rules.server, *rules.groups.values()]
-    early_stop.check_stop(written_out, own_rules, [probes.name_of(probe) for probe in attached])
-    early_stop.check_best(written_out)
+    logged_metrics.check_stop(written_out, own_rules, list(map(name_of_probe, attached)))
+    logged_metrics.check_best(written_out)
     resolved = record_files(written_out, workload.dataset)
     plan = Plan(
         config=resolved,
@@ -170,7 +174,7 @@ def _resolved(config: Config, load: Callable[[AnyData], Dataset]) -> Plan:
         probes=attached,
         outputs=sample_outputs(workload.model),
     )
-    probes.check_probes(plan)
+    configured_probes.check_probes(plan)
     if config.files is None:
         # With recorded digests, the same code passed the dry run when the run first started.
         try_rules(plan, config)
@@ -197,14 +201,14 @@ def load_config(raw: Mapping[str, Any]) -> Config:
     if config.resources.gpus or config.resources.server_on_gpu:
         # The checks below are the first to ask for a GPU.
         set_cuda_variables(config.resources.deterministic)
-    checks.check_resources(config)
-    checks.check_client_store(config)
-    checks.check_logged_models(config)
-    checks.check_client_evaluation(config)
+    machine.check_resources(config)
+    machine.check_client_store(config)
+    machine.check_logged_models(config)
+    check_client_evaluation(config)
     tracking_uri.absolute_uri(config.tracking.uri)
     clients = getattr(config.partition, "clients", None)
     if clients is not None:
-        checks.check_cohort(config.schedule, clients)
+        check_cohort(config.schedule, clients)
     return with_absolute_paths(with_run_folder(config))
 
 

@@ -21,12 +21,17 @@ from raysim.data.partition.groups import (
     local_of_groups,
     without_clients_without_batch,
 )
-from raysim.engine import learning
+from raysim.engine.plan import sample_batch
 from raysim.errors import ConfigError, RaysimError
 from raysim.models import build
 from raysim.models.checks.against_pytorch import check_reading
 from raysim.models.flat import Model
-from raysim.prepare import checks, configured_upload_stages, privacy_checks, rule_checks
+from raysim.prepare import configured_task, configured_upload_stages
+from raysim.prepare.checks import clients as client_checks
+from raysim.prepare.checks import net as net_checks
+from raysim.prepare.checks import rules as rule_checks
+from raysim.prepare.checks import task as task_checks
+from raysim.prepare.checks.privacy import check_privacy
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.methods import pairs
 from raysim.rules.rule import Problem
@@ -116,16 +121,16 @@ def build_problem(
     Raises:
         ConfigError: schedule, model or rules do not fit the data and its partition.
     """
-    task_class = learning.find_learning_task(config)
+    task_class = configured_task.find_learning_task(config)
     dataset = load(config.data)
-    task = learning.make_learning_task(config, task_class, dataset)
-    outputs = learning.check_data(config, task, dataset)
-    metrics = learning.make_metrics(config, task, outputs)
+    task = configured_task.make_learning_task(config, task_class, dataset)
+    outputs = task_checks.check_data(config, task, dataset)
+    metrics = configured_task.make_metrics(config, task, outputs)
     split = split_dataset(config.partition, dataset, config.seed, config.held_out)
     clients = without_clients_without_batch(config, split)
     _check_schedule(config, clients)
-    checks.warn_of_empty_clients(config, split, clients)
-    checks.check_model_fits_data(config)
+    client_checks.warn_of_empty_clients(config, split, clients)
+    net_checks.check_model_fits_data(config)
     net = build.make_net(config, dataset.shape, outputs, dataset.inputs)
     dtype = getattr(torch, config.dtype)
     model = Model(
@@ -134,14 +139,14 @@ def build_problem(
         outputs,
         dtype,
         learning_task=task,
-        sample=learning.sample_batch(dataset, dtype),
+        sample=sample_batch(dataset, dtype),
         name=config.model.name,
     )
-    checks.check_net_is_finite(config, net)
+    net_checks.check_net_is_finite(config, net)
     of_net = {"data", "model", "task", "dtype"}
     check_reading(net, model, config.model_dump_json(include=of_net))
-    checks.check_batches_of_one(config, net, model)
-    checks.note_coupled_evaluation(config, model, len(dataset.y_test))
+    net_checks.check_batches_of_one(config, net, model)
+    net_checks.note_coupled_evaluation(config, model, len(dataset.y_test))
     problem = Problem(
         n_clients=len(clients),
         cohort=config.schedule.size,
@@ -195,12 +200,14 @@ def frozen_parameters(server: ServerRule, model: Model) -> dict[str, Tensor]:
 
 def _check_schedule(config: Config, clients: Clients | VirtualClients) -> None:
     """Check that the schedule fits the partition."""
-    checks.check_cohort(config.schedule, len(clients))
-    checks.check_cohort(config.schedule, clients.n_training, "evaluate.clients.held_out leaves")
+    client_checks.check_cohort(config.schedule, len(clients))
+    client_checks.check_cohort(
+        config.schedule, clients.n_training, "evaluate.clients.held_out leaves"
+    )
     if isinstance(config.schedule, InFlight):
         sizes = clients.sizes_by_round.phases
         n_with_data = min(int(np.count_nonzero(of_phase)) for of_phase in sizes)
-        checks.check_cohort(config.schedule, n_with_data, "there is data for")
+        client_checks.check_cohort(config.schedule, n_with_data, "there is data for")
     # Building the schedule validates it, including the trace file that it may name.
     rounds = schedule.make_schedule(config, clients.sizes_by_round)
     if isinstance(config.schedule, Sync) and isinstance(config.schedule.sampling, OwnSampling):
@@ -217,15 +224,15 @@ def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
     """Check that the rules of all clients, and the stages of uploads, fit the problem."""
     client, server, model = rules.client, rules.server, workload.model
     all_rules = (client, server, *rules.groups.values())
-    learning.check_rules_of_task(workload.learning_task, *all_rules)
-    learning.check_public_data(workload.dataset, *all_rules)
-    learning.check_privacy_of_task(config, workload.learning_task)
+    task_checks.check_rules_of_task(workload.learning_task, *all_rules)
+    task_checks.check_public_data(workload.dataset, *all_rules)
+    task_checks.check_privacy_of_task(config, workload.learning_task)
     client_section = config.section_of_rule("client")
     server_section = config.section_of_rule("server")
     rule_checks.check_rule(client_section, client, workload.problem)
     rule_checks.check_rule(server_section, server, workload.problem)
     rule_checks.check_selection(config, server)
-    privacy_checks.check_privacy(config, client, server, model)
+    check_privacy(config, client, server, model)
     personal = personal_parts(config, client, model)
     all_personal = personal.size == workload.problem.size
     if all_personal and server.lr != 1.0 and set(client.sends) == {"delta"}:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named
-from raysim.engine import early_stop, learning, probes
+from raysim.config.sections.evaluation import BestBy, Evaluate, OwnMetric, Stop
 from raysim.engine.plan import Probe
+from raysim.metrics import (
+    find_metric,
+    lower_is_better,
+    own_metrics_of,
+)
 from raysim.models import build
-from raysim.prepare import configured_upload_stages
+from raysim.prepare import configured_probes, configured_upload_stages
+from raysim.prepare.configured_task import metric_names
 from raysim.prepare.mode_and_block_size import BlockChoice
 from raysim.prepare.workload import Rules, Workload
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.methods import registry
+from raysim.rules.tasks.learning_task import METHOD_METRICS, LearningTask, TaskMetric
+from raysim.rules.tasks.loss_task import LossTask
 
 
 def write_out(
@@ -32,7 +40,7 @@ def write_out(
     for name, group in config.groups.items():
         client = group.client and _with_parameters(group.client.name, rules.groups[name])
         groups[name] = group.model_copy(update={"client": client})
-    evaluate = learning.written_out(config, workload.learning_task, workload.metrics)
+    evaluate = _evaluate_section(config, workload.learning_task, workload.metrics)
     own_rules = (rules.client, rules.server, *rules.groups.values())
     model = {"name": config.model.name, **build.net_arguments(config.model)}
     update = {
@@ -44,12 +52,14 @@ def write_out(
         "batching": config.batching.model_copy(
             update={"size": batching.size, "mode": batching.mode}
         ),
-        "task": learning.task_section(config, workload.learning_task),
+        "task": _task_section(config, workload.learning_task),
         "evaluate": evaluate,
-        "own_metrics": learning.own_metrics(workload.metrics, own_rules),
-        "stop": early_stop.written_out(config.stop, evaluate.best),
+        "own_metrics": _own_metrics(workload.metrics, own_rules),
+        "stop": _stop_section(config.stop, evaluate.best),
     }
-    written_out = probes.with_probe_parameters(config.model_copy(update=update), attached)
+    written_out = configured_probes.with_probe_parameters(
+        config.model_copy(update=update), attached
+    )
     return configured_upload_stages.with_stage_parameters(written_out, rules.stages)
 
 
@@ -63,3 +73,62 @@ def _rule_section(config: Config, section: Named | None, rule: ClientRule | Serv
 
 def _with_parameters(name: str, rule: ClientRule | ServerRule) -> Named:
     return Named.model_validate({"name": name, **asdict(rule)})
+
+
+def _task_section(config: Config, task: LearningTask) -> Named:
+    """Return the section `task` with every parameter written out."""
+    like = {"like": task.like} if isinstance(task, LossTask) else {}
+    return Named.model_validate({"name": config.task.name, **like, **asdict(task)})
+
+
+def _evaluate_section(
+    config: Config, task: LearningTask, metrics: tuple[TaskMetric, ...]
+) -> Evaluate:
+    """Return the section `evaluate` with metrics and best metric written out."""
+    names = tuple(map(_full_name, metric_names(config, task), metrics))
+    best = config.evaluate.best or _default_best(metrics)
+    return config.evaluate.model_copy(update={"metrics": names, "best": best})
+
+
+def _default_best(metrics: tuple[TaskMetric, ...]) -> BestBy:
+    """Return the metric that selects the best model: the first one, if it has a direction."""
+    if not metrics or metrics[0].larger_is_better is None:
+        return BestBy(metric="loss", mode="min")
+    return BestBy(metric=metrics[0].name, mode="max" if metrics[0].larger_is_better else "min")
+
+
+def _full_name(name: str, metric: TaskMetric) -> str:
+    """Return a method's metric by its reference, as rows of ledgers have it; others by their name.
+
+    The two spellings are then one trial of a sweep.
+    """
+    cls = type(metric)
+    of_method = ":" not in name and METHOD_METRICS.get(name) is cls
+    return f"{cls.__module__}:{cls.__qualname__}" if of_method else name
+
+
+def _own_metrics(
+    metrics: Iterable[TaskMetric], rules: Iterable[ClientRule | ServerRule]
+) -> dict[str, OwnMetric] | None:
+    """Return unit and direction of the metrics of users' files; None if there are none."""
+    entries = [find_metric(metric.name) for metric in metrics]
+    bases = {base for rule in rules for base in type(rule).__mro__}
+    # Rules declare metrics too (`logs`).
+    entries += own_metrics_of({getattr(base, "name", "") for base in bases})
+    own = {}
+    for entry in entries:
+        if entry is not None and entry.users_own:
+            own[entry.name] = OwnMetric(unit=entry.unit, larger_is_better=entry.larger_is_better)
+    return own or None
+
+
+def _stop_section(stop: Stop | None, best: BestBy | None) -> Stop | None:
+    """Return the section `stop` with metric and direction written out."""
+    # They are by default those that select the best model.
+    if stop is None or best is None:
+        return stop
+    metric = stop.metric or best.metric
+    mode = best.mode
+    if metric != best.metric:
+        mode = "min" if lower_is_better(metric) else "max"
+    return stop.model_copy(update={"metric": metric, "mode": stop.mode or mode})

@@ -21,7 +21,7 @@ from raysim.engine.early_stop import StopRule
 from raysim.engine.plan import Plan
 from raysim.engine.state import checkpoint, client_store
 from raysim.errors import ConfigError, RaysimError
-from raysim.prepare.checks import check_address
+from raysim.prepare.checks.machine import check_address
 from raysim.prepare.resolve import read_run_config, resolve_plan
 from raysim.rules.uploads import with_mode
 from raysim.runs.progress import ProgressCallback, shown

@@ -24,7 +24,7 @@ from raysim.engine.plan import Plan
 from raysim.engine.state import checkpoint, client_store
 from raysim.errors import ConfigError, RaysimError, in_a_line, round_name
 from raysim.imports import uncollected
-from raysim.prepare.checks import check_address
+from raysim.prepare.checks.machine import check_address
 from raysim.prepare.resolve import prepare
 from raysim.runs.artifacts.export import log_models
 from raysim.runs.artifacts.written_files import write_artifacts

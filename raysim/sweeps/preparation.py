@@ -20,11 +20,12 @@ from raysim.config import loading
 from raysim.config.schema import Config
 from raysim.config.sections.data import AnyData
 from raysim.config.tracking_uri import redacted_uri
-from raysim.engine import early_stop
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import comparing_once
-from raysim.prepare import resolve, rule_checks
+from raysim.prepare import resolve
+from raysim.prepare.checks import rules as rule_checks
+from raysim.prepare.checks.logged_metrics import check_metric
 from raysim.reports import grouping
 from raysim.reports.claims.claim_section import Claim, check_sides, read_claims
 from raysim.rules.methods import registry
@@ -198,7 +199,7 @@ def _check_stopping(asked: EarlyStopping, metric: str, trials: list[Config]) -> 
             f"{place}.grace_period: {asked.grace_period} rounds, and no trial has more than "
             f"{longest}; lower it, or leave {place} out"
         )
-    early_stop.check_metric(f"{place}.metric", metric, trials)
+    check_metric(f"{place}.metric", metric, trials)
 
 
 def _check_claims(claims: list[Claim], trials: list[Trial]) -> None:
@@ -208,7 +209,7 @@ def _check_claims(claims: list[Claim], trials: list[Trial]) -> None:
     configs = [trial.config for trial in trials]
     for i, claim in enumerate(claims):
         for name, side in (("left", claim.left), ("right", claim.right)):
-            early_stop.check_metric(f"claims.{i}.{name}.metric", side.metric, configs)
+            check_metric(f"claims.{i}.{name}.metric", side.metric, configs)
     for sentence in check_sides(claims, [trial.params for trial in trials]):
         logger.warning("%s", sentence)
 

@@ -26,7 +26,7 @@ from raysim.cli.completion import (
 from raysim.cli.pages.json_schema import configuration_schema
 from raysim.config import limited_yaml, loading
 from raysim.config.shipped_files import shipped_files
-from raysim.engine.probes import BUILT_IN_PROBES
+from raysim.prepare.configured_probes import BUILT_IN_PROBES
 from raysim.prepare.resolve import prepare
 from raysim.rules.contract import ALGORITHMS
 from raysim.rules.methods.registry import discover

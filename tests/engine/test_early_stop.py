@@ -12,8 +12,9 @@ from support.configurations import DIGITS_MLP
 import raysim
 from raysim.config import explain
 from raysim.config.sections.evaluation import Stop
-from raysim.engine.early_stop import StopRule, check_stop
+from raysim.engine.early_stop import StopRule
 from raysim.errors import ConfigError, RaysimError
+from raysim.prepare.checks.logged_metrics import check_stop
 from raysim.prepare.resolve import prepare
 from raysim.rules import Algorithm
 from raysim.rules.contract import ALGORITHMS

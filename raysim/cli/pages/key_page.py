@@ -64,8 +64,8 @@ def _part(listing: str, name: str) -> Any:
     """Return the class of an entry of a list, or the function that builds a net."""
     from raysim.config import explain
     from raysim.config.references import load_object
-    from raysim.engine import probes
     from raysim.models import build
+    from raysim.prepare import configured_probes
     from raysim.rules.methods import registry
     from raysim.rules.tasks.shipped_tasks import TASKS
     from raysim.rules.upload_stages import STAGES
@@ -83,7 +83,7 @@ def _part(listing: str, name: str) -> Any:
         return part
     known: dict[str, Mapping[str, Any]] = {"tasks": TASKS, "stages": STAGES}
     if listing == "probes":
-        parts = {probe_name: probe for probe_name, probe, _ in probes.catalogue()}
+        parts = {probe_name: probe for probe_name, probe, _ in configured_probes.catalogue()}
     else:
         parts = known.get(listing) or explain.choices(PLACES[listing].rpartition(".")[2])
     check_choice(f"list {listing}", name, parts)
@@ -100,9 +100,9 @@ def _prefix(listing: str, name: str) -> str:
 
 def _is_a_key(listing: str, name: str) -> bool:
     """Return whether the name of an entry is itself a key, such as `evaluate.forgetting`."""
-    from raysim.engine import probes
+    from raysim.prepare import configured_probes
 
-    return listing == "probes" and name in probes.BUILT_IN_PROBES
+    return listing == "probes" and name in configured_probes.BUILT_IN_PROBES
 
 
 def _setting(listing: str, name: str, rows: list[KeyRow]) -> str:

@@ -146,9 +146,9 @@ def _models() -> list[CatalogueRow]:
 
 
 def _probes() -> list[CatalogueRow]:
-    from raysim.engine import probes
+    from raysim.prepare import configured_probes
 
-    return _described(probes.catalogue())
+    return _described(configured_probes.catalogue())
 
 
 def _tasks() -> list[CatalogueRow]:

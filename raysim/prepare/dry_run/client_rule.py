@@ -27,8 +27,8 @@ from torch import Tensor
 from raysim.config.schema import Config
 from raysim.data import Examples
 from raysim.data.partition.clients import Clients, VirtualClients
-from raysim.engine import learning
 from raysim.engine.plan import Plan
+from raysim.engine.process_setup import make_public_data
 from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.models.comparison import same_values
 from raysim.prepare.dry_run.watched import watched
@@ -316,7 +316,7 @@ class RuleDryRun:
         model = plan.model()
         x0, buffers = model.initial()
         examples = Examples.of(plan.dataset, "train", "cpu", plan.dtype)
-        public = learning.make_public_data(plan.dataset, plan.dtype, "cpu", [plan.client])
+        public = make_public_data(plan.dataset, plan.dtype, "cpu", [plan.client])
         group = ClientGroup("", plan.client, plan.config)
         parts = WorkerParts(plan.server, model, x0, examples, self.clients, public=public)
         broadcast = first_broadcast(plan.server, x0, buffers, plan.problem)

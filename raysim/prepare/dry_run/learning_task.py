@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from raysim.data import Examples
-from raysim.engine.learning import METRICS_KEY, SAMPLE_EXAMPLES
-from raysim.engine.plan import Plan
+from raysim.engine.plan import SAMPLE_EXAMPLES, Plan
 from raysim.errors import ConfigError
 from raysim.models.flat import BoundModel
+from raysim.prepare.configured_task import METRICS_KEY
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, keyed_numbers_only
 from raysim.rules.errors.user_code import place_of_error
 from raysim.rules.tasks.function_metric import FunctionMetric

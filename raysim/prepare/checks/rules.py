@@ -19,7 +19,7 @@ from raysim.data.partition.groups import local_of_groups
 from raysim.errors import ConfigError, errors_begin
 from raysim.metrics import find_metric
 from raysim.models.flat import Model
-from raysim.prepare.privacy_checks import check_privacy
+from raysim.prepare.checks.privacy import check_privacy
 from raysim.rules.contract import ClientRule, ServerRule, half_of, overridden
 from raysim.rules.errors.user_code import translate_errors
 from raysim.rules.methods import registry

@@ -1,0 +1,123 @@
+"""Check the cohort and the evaluations of clients against the partition."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from raysim.config.schema import Config
+from raysim.config.sections.schedule import (
+    InFlight,
+    SamplingBySamples,
+    Sync,
+)
+from raysim.data.partition.clients import Clients, VirtualClients
+from raysim.errors import ConfigError
+
+logger = logging.getLogger("raysim")
+
+WAYS_OUT = {
+    "dirichlet": "partition.min_samples=1 avoids it",
+    "slow_class": "fewer partition.clients or a larger partition.alpha may avoid it",
+}
+"""Advice against clients without examples, for some kinds of partition."""
+
+
+def check_cohort(
+    schedule: Sync | InFlight, clients: int, source: str = "partition.clients gives"
+) -> None:
+    """Check that the schedule needs no more clients at one time than exist.
+
+    Args:
+        schedule: the section `schedule` of the configuration.
+        clients: the number of clients that exist.
+        source: the words before that number in the message, naming the cause of the limit.
+
+    Raises:
+        ConfigError: the schedule needs more clients.
+    """
+    needed = {} if _draws_with_replacement(schedule) else {schedule.SIZE_KEY: schedule.size}
+    if isinstance(schedule, InFlight):
+        needed["concurrency"] = schedule.places(clients)
+    for key, number in needed.items():
+        if number > clients:
+            raise ConfigError(
+                f"schedule.{key}: the schedule needs {number} clients at one time, but {source} "
+                f"only {clients}; lower schedule.{key}, or raise the number of clients"
+            )
+
+
+def warn_of_empty_clients(
+    config: Config, split: Clients | VirtualClients, clients: Clients | VirtualClients
+) -> None:
+    """Log how many clients have no training examples or no batch, and what would avoid it.
+
+    Args:
+        config: the configuration of the run.
+        split: the partition.
+        clients: the partition without the examples of clients that have no batch.
+    """
+    if split.n_nonempty > clients.n_nonempty:
+        logger.warning(
+            "%d of %d clients have fewer examples than a batch and local.drop_last is true; they "
+            "never train, and methods count N = %d clients (a smaller local.batch_size may avoid "
+            "it)",
+            split.n_nonempty - clients.n_nonempty,
+            clients.n_training,
+            clients.n_nonempty,
+        )
+    for number, (_, lists) in enumerate(split.phases):
+        of_phase = np.count_nonzero(lists.sizes)
+        with_batch = np.count_nonzero(clients.phases[number][1].sizes)
+        if with_batch < of_phase:
+            logger.warning(
+                "phase %d: %d of %d clients with examples have fewer than a batch and "
+                "local.drop_last is true; they do not train in it",
+                number,
+                of_phase - with_batch,
+                of_phase,
+            )
+    empty = split.n_training - split.n_nonempty
+    if not empty:
+        return
+    way_out = WAYS_OUT.get(config.partition.name, "leave them out of the partition")
+    if config.partition.val_fraction:
+        way_out = "a smaller partition.val_fraction may avoid it"
+    logger.warning(
+        "%d of %d clients have no training examples; they never train, and methods count N = %d "
+        "clients (%s)",
+        empty,
+        clients.n_training,
+        clients.n_nonempty,
+        way_out,
+    )
+
+
+def check_client_evaluation(config: Config) -> None:
+    """Check that clients have test or validation examples if they are to be evaluated.
+
+    Args:
+        config: the configuration of the run.
+
+    Raises:
+        ConfigError: they have none.
+    """
+    if config.evaluate.clients is None or config.partition.test or config.partition.val:
+        return
+    if config.partition.name == "virtual":
+        raise ConfigError(
+            "evaluate.clients: virtual clients share their examples, so they have no test "
+            "examples of their own; leave it out, or use another partition"
+        )
+    raise ConfigError(
+        "evaluate.clients: the clients have no test examples; set partition.test.fraction=0.2, "
+        "partition.test=matched or, for users with test examples of their own, "
+        "partition.test=natural"
+    )
+
+
+def _draws_with_replacement(schedule: Sync | InFlight) -> bool:
+    """Return whether a round can draw more clients than there are."""
+    sampling = getattr(schedule, "sampling", None)
+    return isinstance(sampling, SamplingBySamples) and sampling.replace

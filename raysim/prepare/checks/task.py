@@ -1,0 +1,148 @@
+"""Check data, rules and privacy against the learning task."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from raysim.config.schema import Config
+from raysim.config.sections.data import Arrays
+from raysim.data import Dataset
+from raysim.errors import ConfigError
+from raysim.prepare.configured_task import task_data
+from raysim.rules.contract import ClientRule, ServerRule
+from raysim.rules.methods.registry import is_shipped
+from raysim.rules.public import PublicNeed
+from raysim.rules.tasks.learning_task import LearningTask
+from raysim.rules.tasks.loss_task import LossTask
+from raysim.system.signals import failing_as
+
+
+def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
+    """Check that the data fit the learning task.
+
+    Args:
+        config: the configuration of the run.
+        task: its learning task.
+        dataset: the data set.
+
+    Returns:
+        The number of outputs of the net.
+
+    Raises:
+        ConfigError: the data do not fit, or the task fails or has no outputs.
+    """
+    data = task_data(dataset)
+    failed = f"task: check of '{task.name}' failed on data '{dataset.name}'"
+    try:
+        with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ValueError,)):
+            task.check(data)
+            outputs = int(task.outputs(data))
+    except ValueError as error:
+        raise ConfigError(
+            f"task: '{task.name}' does not fit data '{dataset.name}': {error}"
+            f"{_number_of_classes(config, task, dataset)}"
+        ) from None
+    # A loss that ignores labels outside of the classes knows how many classes there are.
+    if task.class_labels and outputs == dataset.n_classes:
+        dataset.check_numbering("data.classes")
+    dataset.check_range(config.dtype)
+    if outputs < 1:
+        raise ConfigError(
+            f"task: '{task.name}' has {outputs} outputs on data '{dataset.name}'; return at least "
+            "1 from outputs()"
+        )
+    return outputs
+
+
+def _number_of_classes(config: Config, task: LearningTask, dataset: Dataset) -> str:
+    """Return the advice for classes that only the test half has; "" if that is not the mistake."""
+    is_counted = task.class_labels and dataset.are_labelled and not dataset.classes_declared
+    if not is_counted or dataset.y_test.dtype.kind not in "iu":
+        return ""
+    largest = int(dataset.y_test.max(initial=0))
+    if largest < dataset.n_classes:
+        return ""
+    n_classes = largest + 1
+    if isinstance(config.data, Arrays):
+        return f"; if class {largest} has no training example, set data.classes={n_classes}"
+    return (
+        f"; if class {largest} has no training example, give the number of classes, {n_classes}, "
+        "as `classes` of the data"
+    )
+
+
+def check_rules_of_task(task: LearningTask, *rules: ClientRule | ServerRule) -> None:
+    """Check that rules that need class labels have them, and that they train by the task's loss.
+
+    Args:
+        task: the learning task.
+        rules: the rules of the run.
+
+    Raises:
+        ConfigError: a rule needs class labels, or has a loss of its own; the message names it.
+    """
+    is_other_loss = isinstance(task, LossTask) and not task.reading.is_cross_entropy
+    for rule in rules:
+        if not rule.needs_class_labels:
+            continue
+        kind = "client" if isinstance(rule, ClientRule) else "server"
+        if not task.class_labels:
+            raise ConfigError(
+                f"task: {kind} rule '{rule.name}' needs class labels, which task '{task.name}' has "
+                f"not; use another {kind} rule, or task=classification"
+            )
+        if is_other_loss and is_shipped(rule):
+            raise ConfigError(
+                f"task: {kind} rule '{rule.name}' trains by a cross-entropy of its own and not by "
+                f"the loss '{task.name}'; use another {kind} rule, or task=classification"
+            )
+
+
+def check_privacy_of_task(config: Config, task: LearningTask) -> None:
+    """Check that the loss has a gradient for each example, if privacy clips those.
+
+    Args:
+        config: the configuration of the run.
+        task: the learning task.
+
+    Raises:
+        ConfigError: the loss is one of all examples of a batch together.
+    """
+    if config.example_privacy is not None and task.loss_reduction == "batch":
+        raise ConfigError(
+            f"privacy: the loss '{task.name}' is one of all examples of a batch together, so that "
+            "no example has a gradient that could be clipped; use another loss"
+        )
+
+
+def check_public_data(dataset: Dataset, *rules: ClientRule | ServerRule) -> None:
+    """Check that the data set has the public data that rules need.
+
+    Args:
+        dataset: the data set.
+        rules: the rules of the run.
+
+    Raises:
+        ConfigError: it has none, or they have no targets; the message names the rule.
+    """
+    for rule in rules:
+        kind = "client" if isinstance(rule, ClientRule) else "server"
+        rule_name = f"{kind} rule '{rule.name}'"
+        if rule.needs_public_data not in get_args(PublicNeed):
+            raise ConfigError(
+                f"{kind}.name: {rule_name} says needs_public_data = {rule.needs_public_data!r}; "
+                'it is "inputs", "labels" or ""'
+            )
+        if not rule.needs_public_data:
+            continue
+        if dataset.public_x is None or not len(dataset.public_x):
+            raise ConfigError(
+                f"data.name: {rule_name} needs public data, and '{dataset.name}' has none; give "
+                "`public` in the data function, or public_x in the file of arrays"
+            )
+        if rule.needs_public_data == "labels" and dataset.public_y is None:
+            raise ConfigError(
+                f"data.name: {rule_name} needs public data with targets, and those of "
+                f"'{dataset.name}' have none; return (x, y) as `public`, or add public_y to the "
+                "file of arrays"
+            )
