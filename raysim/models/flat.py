@@ -47,6 +47,7 @@ from raysim.rules.losses import Loss, cross_entropy, task_loss
 from raysim.rules.task import PassMode
 from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.shipped_tasks import Classification
+from raysim.system.default_device import tensors_on
 from raysim.system.global_generators import GlobalGenerators, generators_kept, seed_generators
 from raysim.system.signals import failing_as
 
@@ -155,7 +156,8 @@ class Model:
         one."""
         if not (is_learned and is_vector):
             self.features = 0
-        self.dropouts = self._dry_run()
+        with tensors_on(self.device):
+            self.dropouts = self._dry_run()
         """The mask of every dropout, in the order of calls; none for one of rate 0."""
 
     def _dry_run(self) -> list[DropoutMask]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -32,6 +33,7 @@ from raysim.server.update_checks import (
     errors_name_rule,
 )
 from raysim.server.update_steps import UpdateStep
+from raysim.system.default_device import brought_to, tensors_on
 from raysim.training.messages import Broadcast, WorkerResult
 
 T = TypeVar("T")
@@ -161,11 +163,13 @@ class Server:
         self.shapes = shapes
         self.steps = steps
         self.hides_clients = any(step.hides_clients for step in steps)
-        with errors_name_rule(rule, "init", 0):
+        self.device = x0.device
+        with self._names_errors(rule, "init", 0):
             # Copies, because on the CPU these are the tensors of the plan.
             self.state = rule.init(x0.clone(), problem)
             self.buffers = buffers.clone()
             check_tensors(rule, "init", self.state)
+            self.state = brought_to(self.state, self.device)
         self.cohort = Cohort(0, [], problem.n_nonempty, seed=problem.seed)
         self.evaluated: Tensor | None = None
         """[P], the parameters that the last broadcast has for evaluation alone."""
@@ -175,6 +179,14 @@ class Server:
         """The clients that the rule's `candidates` has named."""
         self.selected: Prepared[list[int]] = Prepared(NO_ROUND, [])
         """The clients that the rule's `select` has chosen."""
+
+    @contextmanager
+    def _names_errors(
+        self, rule: ServerRule, method: str, t: int, details: Callable[[], str] = str
+    ) -> Iterator[None]:
+        """Name the rule in errors, whose tensors are made on the server's device."""
+        with tensors_on(self.device), errors_name_rule(rule, method, t, details):
+            yield
 
     def candidates(self, pool: SelectionPool, rng: Generator) -> Candidates:
         """Return the clients whose loss the rule asks for before it selects a round.
@@ -191,7 +203,7 @@ class Server:
         if self.selected.of(pool.round) is not None:
             return Candidates(self.named.of(pool.round) or [], selected=True)
         rule = self.rule.at(pool.round)
-        with errors_name_rule(rule, "candidates", pool.round):
+        with self._names_errors(rule, "candidates", pool.round):
             self.named = Prepared(pool.round, named_candidates(rule, self.state, pool, rng))
         return Candidates(self.named.value, selected=False)
 
@@ -210,7 +222,7 @@ class Server:
         selected = self.selected.of(pool.round)
         if selected is None:
             rule = self.rule.at(pool.round)
-            with errors_name_rule(rule, "select", pool.round):
+            with self._names_errors(rule, "select", pool.round):
                 selected = selected_clients(rule, self.state, pool, rng)
             self.selected = Prepared(pool.round, selected)
         return selected
@@ -228,7 +240,7 @@ class Server:
         """
         rule = self.rule.at(following.t)
         self.cohort = following.cohort(self.problem)
-        with errors_name_rule(rule, "before_round or broadcast", following.t):
+        with self._names_errors(rule, "before_round or broadcast", following.t):
             metrics = self.admitted.of(following.t)
             if metrics is not None:
                 self.cohort.metrics.update(metrics)
@@ -236,10 +248,11 @@ class Server:
                 # A round without clients only asks for the model: at the end, or for candidates.
                 state = rule.before_round(self.state, self.cohort)
                 check_tensors(rule, "before_round", state)
-                self.state = state
+                self.state = brought_to(state, self.device)
                 self.admitted = Prepared(following.t, self.cohort.metrics)
             shared = rule.broadcast(self.state)
             check_tensors(rule, "broadcast", shared)
+            shared = brought_to(shared, self.device)
             evaluated = None
             if overridden(rule, ["for_evaluation"]):
                 evaluated = rule.for_evaluation(self.state)
@@ -281,9 +294,10 @@ class Server:
         metrics: dict[str, float] = {}
         for step in self.steps:
             metrics |= step.before(reports, Broadcast(self.state, self.buffers))
-        with errors_name_rule(rule, "update", round.t, lambda: described_uploads(reports)):
+        with self._names_errors(rule, "update", round.t, lambda: described_uploads(reports)):
             state = rule.update(self.state, reports)
             check_update(rule, round.t, self.state, state, reports)
+            state = brought_to(state, self.device)
         for step in self.steps:
             state = step.after(self.state, state)
         self.state = state
@@ -340,7 +354,7 @@ class Server:
         are means over the clients that remain.
         """
         weight_in_sums = sum(reports.weights)
-        with errors_name_rule(rule, "weigh", reports.round):
+        with self._names_errors(rule, "weigh", reports.round):
             reports.weights = rule.weigh(cohort)
         return weight_in_sums / sum(reports.weights)
 

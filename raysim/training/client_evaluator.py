@@ -27,6 +27,7 @@ from raysim.rules.errors.returned_values import (
 from raysim.rules.errors.user_code import with_traceback
 from raysim.rules.losses import Net
 from raysim.rules.tasks.learning_task import TaskMetric
+from raysim.system.default_device import tensors_on
 from raysim.system.signals import reraise_stop
 from raysim.training.evaluation import Predict, measure
 from raysim.training.messages import Block, Broadcast, ClientEvaluation, ClientTask
@@ -90,6 +91,13 @@ class ClientEvaluator:
         Returns:
             The metrics of each client, or its error.
         """
+        with tensors_on(self.net.model.device):
+            return self._evaluate_block(broadcasts, block)
+
+    def _evaluate_block(
+        self, broadcasts: Mapping[int, Broadcast], block: Block
+    ) -> list[ClientEvaluation]:
+        """Evaluate the clients of a block; see `evaluate_block`."""
         parts = self.trainer.trainers[0].parts
         evaluations = []
         own_models: dict[int, dict[str, np.ndarray]] = {}

@@ -26,6 +26,7 @@ from raysim.rules.errors.returned_values import (
 )
 from raysim.rules.errors.user_code import breach
 from raysim.rules.task import LocalData
+from raysim.system.default_device import brought_to
 from raysim.training.batches.client_batches import ClientBatches
 from raysim.training.groups import WorkerParts
 from raysim.training.messages import Broadcast, ClientTask
@@ -127,6 +128,7 @@ class ClientStart:
         shared = received.broadcast.shared
         state = rule.init(shared, received.client_state, received.data, task)
         check_dict(rule, "init", state)
+        state = brought_to(state, task.model.device)
         if "w" in state:
             raise breach(
                 rule,
@@ -282,6 +284,7 @@ def kept_or_new_state(rule: ClientRule, task: LoopTask, client_task: ClientTask)
     client_state = rule.state(task)
     task.logged = {}
     check_tensors(rule, "state", client_state)
+    client_state = brought_to(client_state, task.model.device)
     if client_task.client_state is not None:
         # Kept values come as NumPy arrays; what `state` returns tells their type and device.
         client_state = {

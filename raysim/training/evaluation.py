@@ -17,6 +17,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.losses import Net
 from raysim.rules.tasks.learning_task import TaskMetric
 from raysim.rules.tasks.loss_task import LossTask
+from raysim.system.default_device import tensors_on
 from raysim.training.tasks.forward_pass import ForwardPass, of_bound
 
 Predict = Callable[[Net], Tensor]
@@ -60,24 +61,25 @@ def measure(
     loss, task = _MeanLoss(net), net.model.learning_task
     if positions is None:
         positions = torch.arange(len(examples))
-    for part in positions.split(batch_size):
-        x, y = examples.batch(part)
-        outputs = _outputs(net, buffers, x, predict)
-        # The loss has weights of its own for examples that do not count in the metrics.
-        loss.add(outputs, x, y)
-        if (counted := task.counted(y)) is not None:
-            outputs, x, y = outputs[counted], x[counted], y[counted]
-        for metric, parts in zip(metrics, rows, strict=True):
-            with _named(metric):
-                own_outputs = outputs
-                if type(metric).inputs is not TaskMetric.inputs:
-                    own_outputs = _outputs(net, buffers, metric.inputs(x.clone()), predict)
-                # A user's metric may change its arguments in place, which others still need.
-                of_metric = task.as_returned(own_outputs.clone(), type(metric))
-                parts.append(metric.rows(of_metric, y.clone()))
-        if classes:
-            hits = y[outputs.argmax(1) == y]
-            of_class += torch.stack([torch.bincount(p, minlength=classes) for p in (hits, y)])
+    with tensors_on(buffers.device):
+        for part in positions.split(batch_size):
+            x, y = examples.batch(part)
+            outputs = _outputs(net, buffers, x, predict)
+            # The loss has weights of its own for examples that do not count in the metrics.
+            loss.add(outputs, x, y)
+            if (counted := task.counted(y)) is not None:
+                outputs, x, y = outputs[counted], x[counted], y[counted]
+            for metric, parts in zip(metrics, rows, strict=True):
+                with _named(metric):
+                    own_outputs = outputs
+                    if type(metric).inputs is not TaskMetric.inputs:
+                        own_outputs = _outputs(net, buffers, metric.inputs(x.clone()), predict)
+                    # A user's metric may change its arguments in place, which others still need.
+                    of_metric = task.as_returned(own_outputs.clone(), type(metric))
+                    parts.append(metric.rows(of_metric, y.clone()))
+            if classes:
+                hits = y[outputs.argmax(1) == y]
+                of_class += torch.stack([torch.bincount(p, minlength=classes) for p in (hits, y)])
     values = {}
     for metric, parts in zip(metrics, rows, strict=True):
         with _named(metric):

@@ -34,6 +34,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from raysim.prepare.dry_run import client_rule, server_rule
+
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 WAITS = {
     "_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim",
@@ -689,7 +691,7 @@ def pretended_gpu() -> Iterator[PretendGPU]:
         "max_memory_allocated": lambda: 10**8, "memory_reserved": lambda: 0,
         "mem_get_info": lambda *_: (10**9, 10**9),
         "is_current_stream_capturing": lambda: gpu.graph is not None,
-        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu"),
         "set_rng_state": lambda *_: None, "manual_seed": lambda *_: None,
         "empty_cache": lambda: None,
     }  # fmt: skip
@@ -702,6 +704,11 @@ def pretended_gpu() -> Iterator[PretendGPU]:
         stack.enter_context(
             mock.patch.object(torch.backends.cudnn, "is_acceptable", lambda _: False)
         )
+        for dry_run in (client_rule, server_rule):
+            # A mode holds in its thread only, and a dry run has one of its own.
+            stack.enter_context(
+                mock.patch.object(dry_run, "limited", lambda call, _: call() or True)
+            )
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pin))
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", is_pinned))
         mode = gpu

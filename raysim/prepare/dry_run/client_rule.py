@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from raysim.config.schema import Config
@@ -197,7 +198,7 @@ class RuleDryRun:
         if self.config.example_privacy is not None:  # gradients of examples hide some mistakes
             config = self.config.model_copy(update={"privacy": None})
             RuleDryRun(replace(self.plan, config=config)).check_contract()
-        trainer, broadcast, tasks = self.stage()
+        trainer, broadcast, tasks = self.stage(device_of(self.config.resources.gpus))
         if self.large:
             tasks = tasks[1:]
         trainer.rule = watched(trainer.rule)
@@ -300,10 +301,13 @@ class RuleDryRun:
                     )
         return None
 
-    def stage(self) -> tuple[LoopTrainer, Broadcast, list[ClientTask]]:
+    def stage(self, device: str = "cpu") -> tuple[LoopTrainer, Broadcast, list[ClientTask]]:
         """Return trainer, first broadcast and client tasks.
 
         Uploads keep the precision of the run: `local.upload_dtype` is not used.
+
+        Args:
+            device: name of the torch device to train on.
 
         Raises:
             RaysimError: the server rule fails, or breaks its contract.
@@ -313,10 +317,12 @@ class RuleDryRun:
         changes = {"upload_dtype": None, "drop_last": False}
         local = self.config.local.model_copy(update=changes)
         plan = replace(plan, config=self.config.model_copy(update={"local": local}))
-        model = plan.model()
+        model = plan.model(device)
         x0, buffers = model.initial()
-        examples = Examples.of(plan.dataset, "train", "cpu", plan.dtype)
-        public = make_public_data(plan.dataset, plan.dtype, "cpu", [plan.client])
+        examples = Examples.of(
+            plan.dataset, "train", device, plan.dtype, plan.config.resources.gpus
+        )
+        public = make_public_data(plan.dataset, plan.dtype, device, [plan.client])
         group = ClientGroup("", plan.client, plan.config)
         parts = WorkerParts(plan.server, model, x0, examples, self.clients, public=public)
         broadcast = first_broadcast(plan.server, x0, buffers, plan.problem)
@@ -352,6 +358,15 @@ def _outputs(trainer: Trainer, trained: list[ClientUpdate]) -> list[ReportedTens
         kept = {f"a kept '{k}'": v for k, v in update.client_state.items()}
         outputs.append({**uploads, **kept, "a mean local loss": update.loss})
     return outputs
+
+
+def device_of(gpus: float | bool) -> str:
+    """Return the name of the device on which a rule is tried: a GPU if there is one for it.
+
+    Args:
+        gpus: the share of a GPU that the rule's process has in the run.
+    """
+    return "cuda:0" if gpus and torch.cuda.is_available() else "cpu"
 
 
 def keeps_something(rule: ClientRule | ServerRule, found: str) -> ContractError:

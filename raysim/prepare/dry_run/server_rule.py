@@ -26,6 +26,7 @@ from raysim.prepare.dry_run.client_rule import (
     DRY_RUN_TIMEOUT_S,
     LARGE_NET_PARAMETERS,
     RuleDryRun,
+    device_of,
     keeps_something,
 )
 from raysim.prepare.dry_run.watched import watched
@@ -114,8 +115,9 @@ def _train_one_round(plan: Plan) -> dict[str, Tensor]:
     """
     problem = replace(plan.problem, n_clients=2, cohort=2, n_nonempty=2, n_held_out=0)
     plan = replace(plan, problem=problem)
-    trainer, _, tasks = RuleDryRun(plan).stage()
-    server = make_server(plan, "cpu")
+    resources = plan.config.resources
+    trainer, _, tasks = RuleDryRun(plan).stage(device_of(resources.gpus))
+    server = make_server(plan, device_of(resources.server_on_gpu))
     first = _round(tasks, trainer.clients.sizes.tolist(), 0)
     broadcast = server.broadcast(first)
     outcome = GroupTrainer([trainer]).train({0: broadcast}, [Block(0, tasks)])

@@ -22,7 +22,7 @@ from raysim.models.comparison import same_values
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule, half_of, overridden
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
-from raysim.rules.errors.user_code import breach, described, place_of_error
+from raysim.rules.errors.user_code import breach, described, mixes_devices, place_of_error
 from raysim.rules.losses import Loss, cross_entropy, task_loss
 from raysim.rules.methods.misspelled_methods import public_names
 from raysim.rules.methods.registry import RULES
@@ -93,7 +93,9 @@ def _watched(name: str, method: Callable[..., Any], parameters: list[str]) -> Ca
         ):
             try:
                 returned = call_method(*args, **options)
-            except BUGS as error:
+            except Exception as error:
+                if not isinstance(error, BUGS) and not mixes_devices(error):
+                    raise
                 if place_of_error(error):
                     raise ContractError(described(error)) from error
                 raise breach(self, name, f"failed: {described(error)}") from error

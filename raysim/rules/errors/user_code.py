@@ -52,6 +52,10 @@ RETURNS = {
 """For each method the shortest last line that fulfils the contract."""
 
 
+OTHER_DEVICE = ("on the same device", "device type tensor to numpy")
+"""Parts of PyTorch's messages for tensors of the CPU beside those of a GPU."""
+
+
 @contextmanager
 def translate_errors(translate: Callable[[str], RaysimError]) -> Iterator[None]:
     """Turn every exception of a user's code into an error of raysim.
@@ -100,6 +104,15 @@ def described(error: BaseException) -> str:
     return f"{message} ({places}){advice}" if places else message + advice
 
 
+def mixes_devices(error: BaseException) -> bool:
+    """Return whether PyTorch raised an error because of tensors of the CPU beside those of a GPU.
+
+    Args:
+        error: the error.
+    """
+    return any(text in str(error) for text in OTHER_DEVICE)
+
+
 def _way_out(error: BaseException) -> str:
     """Return what to write instead of a usual mistake; "" if it is none."""
     frames = [frame for frame in _frames(error) if _is_users(frame.f_code)]
@@ -108,6 +121,12 @@ def _way_out(error: BaseException) -> str:
         is_server = hasattr(variables.get("self"), "provides")
         place = "what `init` returns" if is_server else "`state`"
         return f"; a rule keeps nothing in itself: declare what it keeps in {place}"
+    if mixes_devices(error):
+        return (
+            "; the run computes on a GPU, and PyTorch moves nothing there by itself: write "
+            "a.to(x.device) for a tensor a of the CPU, t.cpu().numpy() for an array, and "
+            "register_buffer for a constant of a net"
+        )
     if isinstance(error, KeyError) and error.args:
         return _known_keys(error.args[0], place_of_error(error), variables)
     return ""

@@ -14,6 +14,7 @@ from raysim.config.schema import Config
 from raysim.rules.batch import Batch
 from raysim.rules.contract import PLAIN_STEP, overridden
 from raysim.rules.errors.returned_values import check_direction, check_passes, check_step
+from raysim.system.default_device import tensors_on
 from raysim.training.client_start import PreparedClient
 from raysim.training.tasks.loop_task import LoopTask
 
@@ -80,6 +81,11 @@ class LocalSteps:
         Raises:
             ContractError: the rule returns something that its contract forbids.
         """
+        with tensors_on(self.task.model.device):
+            self._make(batch, place)
+
+    def _make(self, batch: Batch, place: Place) -> None:
+        """Make the step of a mini-batch; see `make`."""
         task, rule = self.task, self.rule
         task.logged = {}
         passes = len(task.losses)

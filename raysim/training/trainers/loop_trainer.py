@@ -9,6 +9,7 @@ import torch
 
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, State
+from raysim.system.default_device import tensors_on
 from raysim.system.signals import reraise_stop
 from raysim.training.batches.client_batches import PrefetchedBatches
 from raysim.training.client_start import PreparedClient
@@ -68,12 +69,14 @@ class LoopTrainer(Trainer):
             batches: the mini-batches of its local steps.
         """
         try:
-            client = self.start.prepare(task, rule, broadcast, client_task)
+            with tensors_on(self.model.device):
+                client = self.start.prepare(task, rule, broadcast, client_task)
             state = self._make_local_steps(task, client, batches)
             losses = task.losses
             # A client without examples makes no step.
             loss = torch.stack(losses).mean() if losses else self.x0.new_full((), torch.nan)
-            return self.finish.update(client, state, loss, task)
+            with tensors_on(self.model.device):
+                return self.finish.update(client, state, loss, task)
         except BaseException as error:
             reraise_stop(error)
             return self.failed(client_task, error)

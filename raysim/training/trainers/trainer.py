@@ -16,6 +16,7 @@ from raysim.errors import ContractError
 from raysim.rules.contract import State
 from raysim.rules.errors.returned_values import declared_noise
 from raysim.rules.errors.user_code import translate_errors
+from raysim.system.default_device import brought_to, tensors_on
 from raysim.training.batches.client_batches import ClientBatches
 from raysim.training.client_start import ClientStart, PreparedClient
 from raysim.training.groups import ClientGroup, WorkerParts
@@ -80,7 +81,7 @@ class Trainer(ABC):
         """The nets on which one client after the other trains; each client's start sets them."""
         channels_last = model.channels_last and model.device.type == "cpu"
         # `noise` is code of the rule's, and may raise anything.
-        with translate_errors(ContractError):
+        with tensors_on(model.device), translate_errors(ContractError):
             noise = declared_noise(client, client.noise(self.task))
         self.client_batches = ClientBatches(
             config, model, parts.examples, client.dropout_masks, channels_last, noise
@@ -131,7 +132,8 @@ class Trainer(ABC):
 
     def new_state(self) -> State:
         """Return what rule, optimizer and stages keep of a client that has not trained yet."""
-        state = dict(self.rule.state(self.task))
+        with tensors_on(self.model.device):
+            state = brought_to(self.rule.state(self.task), self.model.device)
         optimizer, chain = self.settings.optimizer, self.finish.chain
         if optimizer is not None and self.config.local.optimizer.state == "keep":
             state |= kept(optimizer.start(self.x0))
@@ -172,7 +174,8 @@ class Trainer(ABC):
             if client is not None and update.error is None:
                 for name, request in update.task.requests.items():
                     measure = self.parts.measures[name]
-                    update.measured[name] = measure(self, client, update, request)
+                    with tensors_on(self.model.device):
+                        update.measured[name] = measure(self, client, update, request)
         return updates
 
     @abstractmethod

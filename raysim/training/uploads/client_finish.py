@@ -8,6 +8,7 @@ from raysim.config.schema import Config
 from raysim.errors import ContractError
 from raysim.rules.contract import ClientRule, Report, ServerRule, State
 from raysim.rules.errors.returned_values import check_finish
+from raysim.system.default_device import brought_to
 from raysim.training.client_start import PreparedClient
 from raysim.training.messages import Broadcast
 from raysim.training.tasks.loop_task import LoopTask
@@ -94,7 +95,7 @@ class ClientFinish:
         report = {**logged, **report}
         declared = self.uploads.declared
         check_report(rule, self.sent, declared, report, client.client_state, rows)
-        return report, rows
+        return brought_to(report, task.model.device), rows
 
     def _encoded(self, report: Report, client: PreparedClient) -> EncodedReport:
         """Return the report after the stages of uploads; they do not see personal parameters."""

@@ -1,0 +1,97 @@
+"""Tensors that users' code makes without naming a device come to the device that computes.
+
+A rule, a loss or a metric that was written on a CPU then runs on a GPU: `torch.zeros(n)` in it is a
+tensor of the GPU. `with torch.device(...)` would do more: it holds for the engine's calls too, and
+copies single numbers such as `torch.tensor(0.5)`, for which a local step could not be captured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+FACTORIES: frozenset[Callable[..., Tensor]] = frozenset(
+    {
+        torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.logspace,
+        torch.normal, torch.ones, torch.rand, torch.randint, torch.randn, torch.randperm,
+        torch.tril_indices, torch.triu_indices, torch.zeros,
+    }
+)  # fmt: skip
+"""Functions that make a tensor on the device that their argument `device` names."""
+
+CONVERSIONS: frozenset[Callable[..., Tensor]] = frozenset(
+    {torch.as_tensor, torch.asarray, torch.tensor}
+)
+"""Functions that make a tensor of numbers in the host's memory."""
+
+MAKERS = FACTORIES | CONVERSIONS
+
+
+OWN_CODE = ("raysim.", "torch.")
+"""Beginnings of the names of modules whose calls mean the CPU if they name no device."""
+
+METHODS = "raysim.algorithms."
+"""Beginning of the names of shipped methods' modules, which are written like users' files."""
+
+
+class _TensorsOn(TorchFunctionMode):
+    """Makes tensors on a device where the calls of users' code name none.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of PyTorch."""
+        kwargs = dict(kwargs or {})
+        is_named = kwargs.get("device") is not None or kwargs.get("generator") is not None
+        if func in MAKERS and not is_named and _is_users(sys._getframe(1)):
+            if func in FACTORIES:
+                kwargs["device"] = self.device
+            else:
+                made = func(*args, **kwargs)
+                # PyTorch takes single numbers of the host together with tensors of any device.
+                return made.to(self.device) if made.ndim else made
+        return func(*args, **kwargs)
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Return whether a frame is of users' code, or of a shipped method."""
+    module = frame.f_globals.get("__name__", "")
+    return module.startswith(METHODS) or not module.startswith(OWN_CODE)
+
+
+def tensors_on(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which users' code makes its tensors on a device.
+
+    Args:
+        device: the device; on a CPU nothing changes.
+    """
+    return nullcontext() if device.type == "cpu" else _TensorsOn(device)
+
+
+def brought_to(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return tensors on a device; those that are there already are not copied.
+
+    Args:
+        tensors: the tensors by name.
+        device: the device.
+    """
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
