@@ -528,10 +528,11 @@ class Model:
             levels: the list to which the pass appends outputs, empty before; None for none.
         """
         if self.precision != "bf16":
-            with self.passes():
+            with self.passes(), tensors_on(self.device):
                 return run()
         # Without the cache, which assumes that a parameter stays what it is.
-        with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
+        autocast = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+        with autocast, tensors_on(self.device):
             out = run()
         if frame.features is not None:
             frame.features = frame.features.to(self.dtype)
