@@ -23,7 +23,7 @@ class Habits(ClientRule):
         return {"pull": torch.tensor([1.0] * len(shared["x"])), "n": torch.tensor(float(data.n))}
 
     def direction(self, shared, state, batch, task):
-        g = task.grad(state["w"], batch, self.of_eye) * torch.tensor(0.5)
+        g = task.grad(state["w"], batch, self.of_eye)
         mask = torch.zeros(len(g), dtype=torch.bool)
         mask[torch.arange(40)] = True
         g = torch.where(mask, g, g + 0.01 / state["n"])

@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from raysim.rules import ClientRule
@@ -77,5 +78,5 @@ class Copies(ClientRule):
     """Copies a number to the device in each step, in a way that does not wait."""
 
     def direction(self, shared, state, batch, task):
-        half = torch.full((1,), 0.5).pin_memory()
+        half = torch.from_numpy(np.full(1, 0.5, np.float32)).pin_memory()
         return task.grad(state["w"], batch) * half.to(state["w"].device, non_blocking=True)
