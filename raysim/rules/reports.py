@@ -172,7 +172,8 @@ class Reports(Cohort):
 
     def _total(self, mode: str, key: str) -> Tensor:
         self._check_requested(mode, key, (k for m, k in self.totals if m == mode))
-        return self.totals[mode, key]
+        # A copy, which the rule may change in place before it asks again.
+        return self.totals[mode, key].clone()
 
     def per_client(self, key: str) -> Tensor:
         """Return every client's upload, [K, ...], in the order of `ids`.

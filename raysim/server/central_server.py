@@ -27,6 +27,7 @@ from raysim.server.round_uploads import (
 from raysim.server.selection import Candidates, named_candidates, selected_clients
 from raysim.server.update_checks import (
     check_evaluated,
+    check_state,
     check_update,
     described_uploads,
     errors_name_rule,
@@ -166,6 +167,7 @@ class Server:
             self.state = rule.init(x0.clone(), problem)
             self.buffers = buffers.clone()
             check_tensors(rule, "init", self.state)
+            check_state(rule, "init", {"x": x0}, {"x": self.state.get("x", x0)})
         self.cohort = Cohort(0, [], problem.n_nonempty, seed=problem.seed)
         self.evaluated: Tensor | None = None
         """[P], the parameters that the last broadcast has for evaluation alone."""
@@ -192,7 +194,7 @@ class Server:
             return Candidates(self.named.of(pool.round) or [], selected=True)
         rule = self.rule.at(pool.round)
         with errors_name_rule(rule, "candidates", pool.round):
-            self.named = Prepared(pool.round, named_candidates(rule, self.state, pool, rng))
+            self.named = Prepared(pool.round, named_candidates(rule, {**self.state}, pool, rng))
         return Candidates(self.named.value, selected=False)
 
     def select(self, pool: SelectionPool, rng: Generator) -> list[int]:
@@ -211,7 +213,7 @@ class Server:
         if selected is None:
             rule = self.rule.at(pool.round)
             with errors_name_rule(rule, "select", pool.round):
-                selected = selected_clients(rule, self.state, pool, rng)
+                selected = selected_clients(rule, {**self.state}, pool, rng)
             self.selected = Prepared(pool.round, selected)
         return selected
 
@@ -234,15 +236,15 @@ class Server:
                 self.cohort.metrics.update(metrics)
             elif following.ids:
                 # A round without clients only asks for the model: at the end, or for candidates.
-                state = rule.before_round(self.state, self.cohort)
-                check_tensors(rule, "before_round", state)
+                state = rule.before_round({**self.state}, self.cohort)
+                check_state(rule, "before_round", self.state, state)
                 self.state = state
                 self.admitted = Prepared(following.t, self.cohort.metrics)
-            shared = rule.broadcast(self.state)
+            shared = rule.broadcast({**self.state})
             check_tensors(rule, "broadcast", shared)
             evaluated = None
             if overridden(rule, ["for_evaluation"]):
-                evaluated = rule.for_evaluation(self.state)
+                evaluated = rule.for_evaluation({**self.state})
                 check_evaluated(rule, shared, evaluated)
         for step in self.steps:
             of_step = step.shared(self.state["x"].device)
@@ -282,7 +284,8 @@ class Server:
         for step in self.steps:
             metrics |= step.before(reports, Broadcast(self.state, self.buffers))
         with errors_name_rule(rule, "update", round.t, lambda: described_uploads(reports)):
-            state = rule.update(self.state, reports)
+            # A copy, because the state before is compared with what `update` returns.
+            state = rule.update({**self.state}, reports)
             check_update(rule, round.t, self.state, state, reports)
         for step in self.steps:
             state = step.after(self.state, state)

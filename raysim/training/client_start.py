@@ -125,7 +125,7 @@ class ClientStart:
         mine = self.parts.clients.at(client_task.base).client(client_task.client)
         received = self.receive(task, rule, broadcast, client_task, mine)
         shared = received.broadcast.shared
-        state = rule.init(shared, received.client_state, received.data, task)
+        state = rule.init(shared, {**received.client_state}, received.data, task)
         check_dict(rule, "init", state)
         if "w" in state:
             raise breach(
@@ -183,6 +183,8 @@ class ClientStart:
         broadcast = self.personal.received(
             self.sent_to(broadcast, client), client_task.client_state
         )
+        # A dict of the client's own, since other clients get the tensors of this version too.
+        broadcast = replace(broadcast, shared={**broadcast.shared})
         if self.parts.server.changes_frozen:
             self.parts.model.set_frozen(broadcast.shared["frozen"])
         w, buffers = broadcast.global_params, broadcast.buffers
@@ -252,7 +254,7 @@ def begun_by_rule(task: LoopTask, client: ReceivedModel) -> ReceivedModel:
         ContractError: `begin` returns something that its contract forbids.
     """
     rule = client.rule
-    begun = rule.begin(client.broadcast.shared, client.client_state, client.data, task)
+    begun = rule.begin(client.broadcast.shared, {**client.client_state}, client.data, task)
     check_begin(rule, begun, client.local_params, client.buffers)
     w, buffers, *carried = begun
     task.local_params.copy_(w)
@@ -282,6 +284,8 @@ def kept_or_new_state(rule: ClientRule, task: LoopTask, client_task: ClientTask)
     client_state = rule.state(task)
     task.logged = {}
     check_tensors(rule, "state", client_state)
+    # Copies, because `state` may return `task.x0`, and the client may change its state in place.
+    client_state = {k: v.clone() for k, v in client_state.items()}
     if client_task.client_state is not None:
         # Kept values come as NumPy arrays; what `state` returns tells their type and device.
         client_state = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterable
 
 from raysim.errors import ConfigError
+from raysim.rules.errors.user_code import class_defined_at
 from raysim.spelling import lacking
 
 SIMILARITY = 0.8
@@ -40,6 +42,32 @@ def refuse_misspelled_methods(rule: type, section: str) -> None:
                     f"{section}.name: {cls.__name__} has an unknown method '{name}'; did you mean "
                     f"{near}? If not, begin its name with an underscore"
                 )
+
+
+def refuse_untyped_fields(cls: type, section: str) -> None:
+    """Check that no class gives one of its fields a value without a type, which has no effect.
+
+    Only an annotation makes a field. Without one the instances keep the default of the base class.
+
+    Args:
+        cls: a dataclass.
+        section: the section of the configuration that names it.
+
+    Raises:
+        ConfigError: it has one; names it and what to write.
+    """
+    for entry in dataclasses.fields(cls):
+        value = inspect.getattr_static(cls, entry.name, dataclasses.MISSING)
+        # A class with slots has descriptors in the place of the defaults.
+        if value is entry.default or inspect.ismemberdescriptor(value):
+            continue
+        written = f"= {value!r}" if isinstance(value, bool | int | float | str) else "= …"
+        kind = entry.type if isinstance(entry.type, str) else type(value).__name__
+        raise ConfigError(
+            f"{section}.name: {cls.__name__} sets '{entry.name}' without a type, which has no "
+            f"effect: it is a field of a base class; write `{entry.name}: {kind} {written}` "
+            f"({class_defined_at(cls)})"
+        )
 
 
 def public_names(names: Iterable[str]) -> list[str]:

@@ -118,6 +118,11 @@ def refuse_pair(client: ClientRule, server: ServerRule) -> None:
 def _refuse_unknown_modes(server: ServerRule) -> None:
     """Refuse a server rule that takes an upload in a mode that does not exist."""
     known = get_args(UploadMode)
+    if not isinstance(server.uploads, Mapping):
+        raise ConfigError(
+            f"server rule '{server.name}': uploads is no mapping of keys to modes; write "
+            'uploads = {"delta": "mean"}, or a property that returns such a mapping'
+        )
     for key in server.uploads:
         for mode in lacking(modes_of(server.uploads, key), known):
             raise ConfigError(
