@@ -102,9 +102,7 @@ def client_numbers(returned: Any, pool: ClientPool) -> list[int]:
     for client in clients:
         # A mask of the pool would be clients 0 and 1.
         if isinstance(client, bool | np.bool_) or not isinstance(client, int | np.integer):
-            raise ValueError(
-                f"returns {client!r} as a client; return whole numbers from pool.ids"
-            )
+            raise ValueError(f"returns {client!r} as a client; return whole numbers from pool.ids")
     clients = [int(client) for client in clients]
     if unknown := sorted(set(clients) - set(pool.ids.tolist())):
         raise ValueError(

@@ -93,7 +93,7 @@ def test_the_model_of_one_client_is_base_minus_update(given, engine):
 @pytest.mark.parametrize("how", ["short", "negative", "nan", "zero"])
 def test_weights_that_are_none_are_refused(how, given, engine):
     with pytest.raises(
-        RaysimError, match=r"server rule 'bad': weigh must give a number for each of 4 clients"
+        RaysimError, match=r"weigh of server rule 'bad' must give a number for each of 4 clients"
     ):
         engine(given("Bad", how=how))
 

@@ -224,6 +224,8 @@ def _unkeyed(rule: ClientRule | ServerRule, method: str, drawn: str) -> Contract
     """Return the error for a method of a rule that draws from a global generator."""
     if method in ("candidates", "select"):
         stream = RNG_ARGUMENT
+    elif method == "collude":
+        stream = 'cohort.rng("name")'
     elif isinstance(rule, ServerRule):
         stream = 'reports.rng("name") or cohort.rng("name")'
     elif method in LOCAL_STEP:
