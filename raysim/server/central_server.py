@@ -28,6 +28,7 @@ from raysim.server.selection import Candidates, named_candidates, selected_clien
 from raysim.server.update_checks import (
     check_evaluated,
     check_state,
+    check_unchanged,
     check_update,
     described_uploads,
     errors_name_rule,
@@ -285,8 +286,11 @@ class Server:
             metrics |= step.before(reports, Broadcast(self.state, self.buffers))
         with errors_name_rule(rule, "update", round.t, lambda: described_uploads(reports)):
             # A copy, because the state before is compared with what `update` returns.
+            provided = {key: self.state[key] for key in rule.provides if key in self.state}
+            versions = {key: tensor._version for key, tensor in provided.items()}
             state = rule.update({**self.state}, reports)
             check_update(rule, round.t, self.state, state, reports)
+            check_unchanged(rule, "update", provided, versions)
         for step in self.steps:
             state = step.after(self.state, state)
         self.state = state

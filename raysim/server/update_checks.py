@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -68,6 +68,30 @@ def check_state(rule: ServerRule, method: str, before: State, state: State) -> N
                 method,
                 f"returns '{key}' as {described_tensor(after)}, but before it was "
                 f"{described_tensor(tensor)}; keep its shape and type",
+            )
+
+
+def check_unchanged(
+    rule: ServerRule, method: str, tensors: State, versions: Mapping[str, int]
+) -> None:
+    """Check that a method has not changed tensors in place.
+
+    Args:
+        rule: the server rule.
+        method: the method that has run.
+        tensors: tensors that clients may still use.
+        versions: their versions before, as PyTorch counts changes.
+
+    Raises:
+        ContractError: it has changed one.
+    """
+    for key, tensor in tensors.items():
+        if tensor._version != versions[key]:
+            raise breach(
+                rule,
+                method,
+                f"changes '{key}' of the broadcast in place, which clients may still use; write "
+                "x = x - step for x -= step",
             )
 
 

@@ -176,7 +176,7 @@ class ClientStart:
         data = LocalData(
             len(mine),
             self.averages[self.sizes.phase(t)],
-            lambda augment=False: self.client_batches.whole(mine, client_task if augment else None),
+            partial(self._whole, mine, client_task),
             tests and partial(tests, client, t),
             vals and partial(vals, client, t),
         )
@@ -202,6 +202,17 @@ class ClientStart:
         client_state = kept_or_new_state(rule, task, client_task)
         received = ReceivedModel(client_task, rule, broadcast, mine, data, client_state, w, buffers)
         return begun_by_rule(task, received) if overridden(rule, ["begin"]) else received
+
+    def _whole(
+        self, mine: np.ndarray, client_task: ClientTask, augment: bool = False
+    ) -> Iterator[Batch]:
+        """Return all examples of a client, as `LocalData.batches` does."""
+        if self.settings.guarded:
+            raise ValueError(
+                "privacy does not cover what comes of data.batches and data.examples; declare the "
+                "uploads that depend on it in the rule's `unprotected_uploads`"
+            )
+        return self.client_batches.whole(mine, client_task if augment else None)
 
     def sent_to(self, broadcast: Broadcast, client: int) -> Broadcast:
         """Return what the server sends one client of a version of the model.

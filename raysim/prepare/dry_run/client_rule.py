@@ -353,10 +353,10 @@ class RuleDryRun:
             for key, tensor in in_loop.items():
                 if key not in uncaptured or not close(uncaptured[key].double(), tensor.double()):
                     return (
-                        f"client rule '{name}' gives {key} on lanes of a GPU that differs from mode "
-                        "loop; task.client, task.t and task.steps are tensors there, which are no "
-                        "keys of a dict: take a tensor's entry by position, and let tensors keep "
-                        "their type from one step to the next"
+                        f"client rule '{name}' gives {key} on lanes of a GPU that differs from "
+                        "mode loop; task.client, task.t and task.steps are tensors there, which "
+                        "are no keys of a dict: take a tensor's entry by position, and let tensors "
+                        "keep their type from one step to the next"
                     )
         for uncaptured, captured in zip(*outputs, strict=True):
             for key, tensor in uncaptured.items():

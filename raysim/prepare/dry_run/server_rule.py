@@ -1,11 +1,11 @@
 """Dry run of users' server rules: two rounds with the uploads of two small clients, twice.
 
 A rule that selects clients also selects the first two rounds of the run. The dry run uses the
-clients of `client_rule`. The rule's methods are `watched`, so random numbers without a key and certain
-mistakes in the code are found; the server checks the values that they return. In addition, the
-tensors of the broadcast must not change while clients use them.
+clients of `client_rule`. The rule's methods are `watched`, so random numbers without a key and
+certain mistakes in the code are found; the server checks the values that they return. In addition,
+the tensors of the broadcast must not change while clients use them.
 
-An error of the rule's computation does not count: it may come from the small round, for example
+An error of the rule's computation does not count: it may come from the small rounds, for example
 from too few clients for a trimmed mean. The run itself will report it, with the uploads that the
 rule received.
 """

@@ -22,8 +22,13 @@ from raysim.models.comparison import same_values
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule, half_of, overridden
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
-from raysim.rules.errors.user_code import breach, described, place_of_error
-from raysim.rules.losses import Loss, cross_entropy, task_loss
+from raysim.rules.errors.user_code import (
+    breach,
+    described,
+    place_of_error,
+    raised_by_contract,
+)
+from raysim.rules.losses import Loss, Net, cross_entropy, task_loss
 from raysim.rules.methods.misspelled_methods import public_names
 from raysim.rules.methods.registry import RULES
 
@@ -93,10 +98,14 @@ def _watched(name: str, method: Callable[..., Any], parameters: list[str]) -> Ca
         ):
             try:
                 returned = call_method(*args, **options)
-            except BUGS as error:
+            except (*BUGS, ValueError) as error:
+                if isinstance(error, ValueError) and not raised_by_contract(error):
+                    raise
                 if place_of_error(error):
                     raise ContractError(described(error)) from error
                 raise breach(self, name, f"failed: {described(error)}") from error
+        if name == "loss":
+            _check_loss(self, returned, arguments["net"])
         if losses.have_gradient:
             raise breach(
                 self,
@@ -116,6 +125,19 @@ def _watched(name: str, method: Callable[..., Any], parameters: list[str]) -> Ca
         return returned
 
     return call
+
+
+def _check_loss(rule: ClientRule, values: Any, net: Net) -> None:
+    """Raise ContractError if a loss is no tensor, or has no gradient."""
+    if not isinstance(values, Tensor):
+        kind = type(values).__name__
+        raise breach(rule, "loss", f"returns a {kind}; return a tensor, one value for each example")
+    if net.logits.requires_grad and not values.requires_grad:
+        raise breach(
+            rule,
+            "loss",
+            "returns values without a gradient; leave out detach(), item() and numpy()",
+        )
 
 
 class _LossesWithConstantW:

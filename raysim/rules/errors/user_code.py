@@ -161,6 +161,16 @@ def place_of_error(error: BaseException) -> str:
     return ""
 
 
+def raised_by_contract(error: BaseException) -> bool:
+    """Return whether raysim itself raised an error, such as `task.rng` in a local step.
+
+    Args:
+        error: an error with its traceback.
+    """
+    innermost = list(_frames(error))[-1].f_code.co_filename
+    return innermost.startswith(PACKAGE_FOLDER) and not innermost.startswith(SHIPPED_RULES)
+
+
 def defined_at(rule: Rule, method: str) -> str:
     """Return where a rule defines a method, as `file, line N`.
 

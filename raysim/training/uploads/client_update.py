@@ -112,6 +112,12 @@ def check_report(
 def _check_metrics(rule: ClientRule, report: Report) -> None:
     """Check that every metric of a report is one real number."""
     for key, value in report.items():
+        if "/" in key and not key.startswith("metric/") and key not in rule.sends:
+            raise breach(
+                rule,
+                "finish",
+                f"sends '{key}', which is no metric: the name of a metric begins with metric/",
+            )
         if key.startswith("metric/") and (value.numel() != 1 or value.is_complex()):
             raise breach(
                 rule,
