@@ -32,7 +32,7 @@ from raysim.engine import learning
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.models.comparison import close, same_values
-from raysim.prepare.dry_run.watched import watched
+from raysim.prepare.dry_run.watched import check_used, watched
 from raysim.rules.contract import ClientRule, ServerRule, State, half_of, overridden
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE
 from raysim.rules.errors.user_code import class_defined_at, defined_at
@@ -216,6 +216,7 @@ class RuleDryRun:
         again = trainer.train_block({0: broadcast}, Block(0, tasks[::-1]))
         self._check_repeated(_outputs(trainer, trained), _outputs(trainer, again))
         self._check_repeated(later, self._train_later_round(trainer, broadcast, trained))
+        check_used(trainer.rule)
         self._check_delta(trainer, trained[0])
         self._check_lengths(trainer.sent, trained)
         if any(stage.of is None for stage in self.plan.stages):

@@ -7,6 +7,7 @@ that are certainly mistakes in the code, such as an unknown name, into breaches 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,13 @@ from torch import Tensor
 from raysim.errors import ContractError
 from raysim.models.comparison import same_values
 from raysim.rules.batch import Batch
-from raysim.rules.contract import ClientRule, ServerRule, half_of, overridden
+from raysim.rules.contract import (
+    PLAIN_STEP,
+    ClientRule,
+    ServerRule,
+    half_of,
+    overridden,
+)
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
 from raysim.rules.errors.user_code import (
     breach,
@@ -62,13 +69,15 @@ def watched(rule: AnyRule) -> AnyRule:
     cls = type(rule)
     contract = dict(inspect.getmembers(RULES[half_of(rule)], inspect.isfunction))
     members: dict[str, Any] = {"name": cls.name, "__setattr__": _refuse_assignment}
+    members["called_methods"] = set()
     for name in overridden(rule, public_names(contract)):
         method = inspect.getattr_static(cls, name)
         if inspect.isfunction(method) and name not in ("at", "check"):
             parameters = list(inspect.signature(contract[name]).parameters)[1:]
             members[name] = _watched(name, method, parameters)
     copy = object.__new__(type(cls.__name__, (cls,), members))
-    for key, value in vars(rule).items():
+    fields = {entry.name: getattr(rule, entry.name) for entry in dataclasses.fields(rule)}
+    for key, value in {**fields, **vars(rule)}.items():  # with slots, fields are no variables
         object.__setattr__(copy, key, value)
     return copy
 
@@ -83,6 +92,7 @@ def _watched(name: str, method: Callable[..., Any], parameters: list[str]) -> Ca
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
+        self.called_methods.add(name)
         arguments = {**dict(zip(parameters, args, strict=False)), **options}
         checked = ("shared", "state", "batch") if name in LOCAL_STEP else ("shared",)
         if isinstance(self, ServerRule):
@@ -191,6 +201,34 @@ class _LossesWithConstantW:
             yield
         finally:
             del task.grad
+
+
+def check_used(rule: ClientRule) -> None:
+    """Check that local steps have used what the rule defines for them.
+
+    An inherited `direction` may compute a gradient by itself, and a `loss` of the rule is then left
+    out.
+
+    Args:
+        rule: a watched rule that has made local steps.
+
+    Raises:
+        ContractError: a method has not been called by a more general one of the same class or of a
+            base class.
+    """
+    called = rule.called_methods  # type: ignore[attr-defined]
+    definers = {}
+    for name in PLAIN_STEP:
+        definers[name] = next(c for c in type(rule).__mro__[1:] if name in vars(c))
+    for user, used in (("step", "direction"), ("step", "loss"), ("direction", "loss")):
+        is_own = overridden(rule, [user]) and overridden(rule, [used])
+        if is_own and used not in called and issubclass(definers[used], definers[user]):
+            raise breach(
+                rule,
+                used,
+                f"has no effect, because `{user}` of {definers[user].__name__} does not call it; "
+                f"define `{user}` too, or leave out `{used}`",
+            )
 
 
 class _Argument:

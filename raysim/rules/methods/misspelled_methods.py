@@ -6,20 +6,21 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterable
+from typing import Any
 
 from raysim.errors import ConfigError
 from raysim.rules.errors.user_code import class_defined_at
-from raysim.spelling import lacking
 
 SIMILARITY = 0.8
 """Smallest similarity, from 0 to 1, at which a method counts as a misspelled one."""
 
 
 def refuse_misspelled_methods(rule: type, section: str) -> None:
-    """Check that a rule's class has no method that is a misspelled method of the contract.
+    """Check that a rule's class has no misspelled method or attribute of the contract.
 
     Such a method overrides nothing, and its name is close to one of the contract. A helper whose
-    name begins with an underscore is none.
+    name begins with an underscore is none, and neither is a hyper-parameter. A value in the place
+    of a method of the contract is refused, too.
 
     Args:
         rule: the class; one that is no rule is not checked.
@@ -32,16 +33,29 @@ def refuse_misspelled_methods(rule: type, section: str) -> None:
     if family is None or rule.__module__.startswith(family.__module__.partition(".")[0] + "."):
         return
     contract = public_names(dir(family))
+    fields = [entry.name for entry in dataclasses.fields(rule)]
     for cls in rule.__mro__[: rule.__mro__.index(family)]:
-        for name in lacking(public_names(vars(cls)), contract):
-            value = vars(cls)[name]
-            if not inspect.isroutine(value) and not isinstance(value, property):
+        for name in {**vars(cls), **inspect.get_annotations(cls)}:
+            value = vars(cls).get(name)
+            is_method = inspect.isroutine(value) or isinstance(value, property)
+            if inspect.isroutine(getattr(family, name, None)) and not _is_callable(value):
+                raise ConfigError(
+                    f"{section}.name: {cls.__name__} has a value '{name}', which is a method of "
+                    f"the contract; give it another name ({class_defined_at(cls)})"
+                )
+            if name.startswith("_") or name in contract or (name in fields and not is_method):
                 continue
             for near in difflib.get_close_matches(name, contract, n=1, cutoff=SIMILARITY):
+                kind = "method" if is_method else "attribute"
                 raise ConfigError(
-                    f"{section}.name: {cls.__name__} has an unknown method '{name}'; did you mean "
+                    f"{section}.name: {cls.__name__} has an unknown {kind} '{name}'; did you mean "
                     f"{near}? If not, begin its name with an underscore"
                 )
+
+
+def _is_callable(value: Any) -> bool:
+    """Return whether an attribute of a class can be a method."""
+    return callable(value) or isinstance(value, staticmethod | classmethod)
 
 
 def refuse_untyped_fields(cls: type, section: str) -> None:

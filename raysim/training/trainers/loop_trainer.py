@@ -129,6 +129,6 @@ def _check_unchanged(rule: ClientRule, broadcast: Broadcast, versions: Mapping[s
     for key, tensor in broadcast.shared.items():
         if tensor._version != versions[key]:
             raise ContractError(
-                f"client rule '{rule.name}' changes shared[\"{key}\"] in place, which other clients "
-                "and the server use; write x = x + y for x += y"
+                f"client rule '{rule.name}' changes shared[\"{key}\"] in place, which other "
+                "clients and the server use; write x = x + y for x += y"
             )
