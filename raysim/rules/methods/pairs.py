@@ -205,13 +205,12 @@ def _refuse_unknown_parameters(
         raise ConfigError(f"algorithm.{key}: {reason}")
     if len(classes) == 1:
         return
+    of_client = hyperparameter_names(algorithm.client)
     for key in parameters:
-        if key in hyperparameter_names(ServerRule) and key in hyperparameter_names(
-            algorithm.client
-        ):
+        if key in hyperparameter_names(ServerRule) and key in of_client:
             raise ConfigError(
-                f"algorithm.{key}: is a key of every server rule, and of {algorithm.client.__name__} "
-                "too; give that of the client rule another name"
+                f"algorithm.{key}: every server rule has this key, and so has "
+                f"{algorithm.client.__name__}; give that of the client rule another name"
             )
 
 
