@@ -143,7 +143,7 @@ class Reports(Cohort):
         self.given_weights = [float(p) for p in weights]
 
     def mean(self, key: str) -> Tensor:
-        """Return the weighted mean of an upload over the round's clients, in its shape.
+        """Return the weighted mean of an upload over the round's clients, in a new tensor.
 
         Args:
             key: an upload with mode "mean" or "per_client".
@@ -151,7 +151,7 @@ class Reports(Cohort):
         return self._total("mean", key)
 
     def sum(self, key: str) -> Tensor:
-        """Return the sum of an upload over the round's clients, in its shape.
+        """Return the sum of an upload over the round's clients, in a new tensor.
 
         Args:
             key: an upload with mode "sum".
