@@ -35,15 +35,11 @@ def refuse_misspelled_methods(rule: type, section: str) -> None:
     contract = public_names(dir(family))
     fields = [entry.name for entry in dataclasses.fields(rule)]
     for cls in rule.__mro__[: rule.__mro__.index(family)]:
-        for name in {**vars(cls), **inspect.get_annotations(cls)}:
+        for name in public_names({**vars(cls), **inspect.get_annotations(cls)}):
             value = vars(cls).get(name)
             is_method = inspect.isroutine(value) or isinstance(value, property)
-            if inspect.isroutine(getattr(family, name, None)) and not _is_callable(value):
-                raise ConfigError(
-                    f"{section}.name: {cls.__name__} has a value '{name}', which is a method of "
-                    f"the contract; give it another name ({class_defined_at(cls)})"
-                )
-            if name.startswith("_") or name in contract or (name in fields and not is_method):
+            _refuse_value(cls, section, name, getattr(family, name, None))
+            if name in contract or (name in fields and not is_method):
                 continue
             for near in difflib.get_close_matches(name, contract, n=1, cutoff=SIMILARITY):
                 kind = "method" if is_method else "attribute"
@@ -53,9 +49,15 @@ def refuse_misspelled_methods(rule: type, section: str) -> None:
                 )
 
 
-def _is_callable(value: Any) -> bool:
-    """Return whether an attribute of a class can be a method."""
-    return callable(value) or isinstance(value, staticmethod | classmethod)
+def _refuse_value(cls: type, section: str, name: str, of_contract: Any) -> None:
+    """Refuse a value of a class, or a field, that has the name of a method of the contract."""
+    value = vars(cls).get(name)
+    can_be_method = callable(value) or isinstance(value, staticmethod | classmethod)
+    if inspect.isroutine(of_contract) and not can_be_method:
+        raise ConfigError(
+            f"{section}.name: {cls.__name__} has a value '{name}', which is a method of the "
+            f"contract; give it another name ({class_defined_at(cls)})"
+        )
 
 
 def refuse_untyped_fields(cls: type, section: str) -> None:
