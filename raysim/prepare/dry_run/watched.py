@@ -33,7 +33,7 @@ from raysim.rules.errors.user_code import (
     breach,
     described,
     place_of_error,
-    raised_by_contract,
+    raised_by_task,
 )
 from raysim.rules.losses import Loss, Net, cross_entropy, task_loss
 from raysim.rules.methods.misspelled_methods import public_names
@@ -109,7 +109,7 @@ def _watched(name: str, method: Callable[..., Any], parameters: list[str]) -> Ca
             try:
                 returned = call_method(*args, **options)
             except (*BUGS, ValueError) as error:
-                if isinstance(error, ValueError) and not raised_by_contract(error):
+                if isinstance(error, ValueError) and not raised_by_task(error):
                     raise
                 if place_of_error(error):
                     raise ContractError(described(error)) from error
@@ -221,7 +221,8 @@ def check_used(rule: ClientRule) -> None:
     for name in PLAIN_STEP:
         definers[name] = next(c for c in type(rule).__mro__[1:] if name in vars(c))
     for user, used in (("step", "direction"), ("step", "loss"), ("direction", "loss")):
-        is_own = overridden(rule, [user]) and overridden(rule, [used])
+        # A static method is not watched.
+        is_own = overridden(rule, [user]) and used in vars(type(rule))
         if is_own and used not in called and issubclass(definers[used], definers[user]):
             raise breach(
                 rule,

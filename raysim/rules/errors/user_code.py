@@ -161,14 +161,14 @@ def place_of_error(error: BaseException) -> str:
     return ""
 
 
-def raised_by_contract(error: BaseException) -> bool:
-    """Return whether raysim itself raised an error, such as `task.rng` in a local step.
+def raised_by_task(error: BaseException) -> bool:
+    """Return whether a rule's task raised an error, such as `task.rng` in a local step.
 
     Args:
         error: an error with its traceback.
     """
     innermost = list(_frames(error))[-1].f_code.co_filename
-    return innermost.startswith(PACKAGE_FOLDER) and not innermost.startswith(SHIPPED_RULES)
+    return innermost.startswith(f"{PACKAGE_FOLDER}training{os.sep}")
 
 
 def defined_at(rule: Rule, method: str) -> str:
