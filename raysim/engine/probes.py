@@ -9,6 +9,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -171,7 +172,9 @@ def _guarded_measure(probe: Probe) -> Measure:
     ) -> dict[str, Any]:
         tensors = {**client.broadcast.shared, **update.report, "local_params": update.local_params}
         with guarded(probe, "measure", f"client {client.task.client}: "), _unchanged(tensors):
-            return probe.measure(trainer, client, update, request)
+            # The run goes on with the report, of which a probe may replace entries.
+            seen = replace(update, report={**update.report})
+            return probe.measure(trainer, client, seen, request)
 
     return measure
 

@@ -10,12 +10,16 @@ from types import MappingProxyType
 from typing import Any, Generic
 
 import numpy as np
+from torch import Tensor
 
 from raysim.engine.executor import ModelHandle, Record, RoundHandle, RoundResults
 from raysim.engine.plan import Plan
 from raysim.engine.round_metrics import UPDATES_NOT_USED
 from raysim.engine.state.client_store import ClientStateStore
 from raysim.errors import ClientError, RaysimError, round_name
+from raysim.rules.contract import ServerRule
+from raysim.rules.errors.user_code import breach
+from raysim.rules.rule import Problem
 from raysim.schedule import ScheduledRound
 from raysim.server.central_server import RoundCohort
 from raysim.server.update_checks import errors_name_rule
@@ -63,8 +67,7 @@ def make_cohort(plan: Plan, scheduled: ScheduledRound) -> RoundCohort:
         scheduled: the clients whose updates the server will receive.
 
     Raises:
-        RaysimError: the rule's weights are not one finite number for each client, none of them
-            negative and not all of them 0.
+        RaysimError: the weights are refused; see `weigh`.
     """
     rule = plan.server
     bases = [arrival.base for arrival in scheduled.arrivals]
@@ -83,28 +86,47 @@ def make_cohort(plan: Plan, scheduled: ScheduledRound) -> RoundCohort:
     if plan.config.client_privacy is not None:
         cohort.weights = [1 / plan.config.schedule.size] * len(cohort.ids)
     elif cohort.ids:
-        with errors_name_rule(rule, "weigh", scheduled.t):
-            weights = rule.at(scheduled.t).weigh(cohort.cohort(plan.problem))
-            cohort.weights = [float(weight) for weight in weights]
-        _check_weights(rule.name, cohort)
+        cohort.weights = weigh(rule, cohort, plan.problem)
     return cohort
 
 
-def _check_weights(rule: str, cohort: RoundCohort) -> None:
-    """Raise RaysimError unless a rule gave each client a weight, none negative and not all 0."""
-    weights = np.array(cohort.weights)
-    is_sound = bool((np.isfinite(weights) & (weights >= 0)).all() and weights.any())
-    if len(weights) != len(cohort.ids) or not is_sound:
-        raise RaysimError(
-            f"server rule '{rule}': weigh must give a number for each of {len(cohort.ids)} "
-            f"clients, none negative and not all of them 0; it gave {cohort.weights}"
+def weigh(rule: ServerRule, round: RoundCohort, problem: Problem) -> list[float]:
+    """Return the weights that a server rule gives the clients of a round.
+
+    Args:
+        rule: the server rule.
+        round: the clients.
+        problem: the facts about the run.
+
+    Raises:
+        ContractError: it gives no number for each client, a negative or infinite one, or weights
+            that sum to more than 1.
+        RaysimError: it fails, or all weights are 0.
+    """
+    n = len(round.ids)
+    with errors_name_rule(rule, "weigh", round.t):
+        returned = rule.at(round.t).weigh(round.cohort(problem))
+        if not isinstance(returned, Iterable | Tensor) or isinstance(returned, Mapping):
+            kind = "nothing" if returned is None else f"a {type(returned).__name__}"
+            raise breach(rule, "weigh", f"returns {kind}; return a list of {n} numbers")
+        weights = [float(weight) for weight in returned]
+    array = np.array(weights)
+    if len(weights) != n or not (np.isfinite(array) & (array >= 0)).all():
+        raise breach(
+            rule,
+            "weigh",
+            f"must give a number for each of {n} clients, none negative; it gave {weights}",
         )
-    if weights.sum() > 1 + WEIGHT_TOLERANCE:
-        raise RaysimError(
-            f"server rule '{rule}': weigh gave {cohort.weights}, which sum to {weights.sum():g}, "
-            "and reports.mean would be as many times a mean; divide them by their sum, "
-            "raysim.rules.normalised(weights)"
+    if not array.any():
+        raise RaysimError(f"server rule '{rule.name}': weigh gave 0 for all of {n} clients")
+    if array.sum() > 1 + WEIGHT_TOLERANCE:
+        raise breach(
+            rule,
+            "weigh",
+            f"gives {weights}, which sum to {array.sum():g}, and reports.mean would be as many "
+            "times a mean; divide them by their sum, raysim.rules.normalised(weights)",
         )
+    return weights
 
 
 def make_tasks(

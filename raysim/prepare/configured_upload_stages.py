@@ -125,6 +125,9 @@ def _try_stage(key: str, stage: UploadStage, model: Model) -> None:
         with translate_errors(failed), keyed_numbers_only(unkeyed):
             decoded = stage.encode(update, generator(0, "stage"))
             check_encoded(stage, key, update, decoded)
+            # Another update between, since a stage that keeps a mean of what it sees would give the
+            # same twice in a row.
+            stage.encode(0.5 * before_call.flip(0), generator(1, "stage"))
             again = stage.encode(before_call.clone(), generator(0, "stage"))
             if not torch.isfinite(decoded).all():
                 raise ConfigError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -79,3 +81,32 @@ class ClientSampling:
             uniform weights.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no sample")
+
+
+def client_numbers(returned: Any, pool: ClientPool) -> list[int]:
+    """Return the numbers of clients that a rule returned.
+
+    Args:
+        returned: what the rule returned.
+        pool: the clients from which it chose.
+
+    Raises:
+        ValueError: they are no whole numbers from the pool; the message begins with "returns".
+    """
+    if isinstance(returned, np.ndarray | Tensor):
+        returned = returned.tolist()
+    if not isinstance(returned, Iterable):
+        kind = "nothing" if returned is None else f"a {type(returned).__name__}"
+        raise ValueError(f"returns {kind}; return a list of numbers from pool.ids")
+    clients = list(returned)
+    for client in clients:
+        # A mask of the pool would be clients 0 and 1.
+        if isinstance(client, bool | np.bool_) or not isinstance(client, int | np.integer):
+            raise ValueError(f"returns {client!r} as a client; return whole numbers from pool.ids")
+    clients = [int(client) for client in clients]
+    if unknown := sorted(set(clients) - set(pool.ids.tolist())):
+        raise ValueError(
+            f"returns client {unknown[0]}, which is not in pool.ids; return numbers from pool.ids, "
+            "not positions in it"
+        )
+    return clients

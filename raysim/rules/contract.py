@@ -76,8 +76,8 @@ class ClientRule(Rule):
     def unprotected_uploads(self) -> tuple[str, ...]:
         """Uploads that `privacy` does not protect, since they use the examples in another way.
 
-        Under `privacy`, `task.full_grad`, `full_loss`, `fisher`, `sample_grads` and `input_grad`
-        are only available to a rule that names an upload here.
+        Under `privacy`, `task.full_grad`, `full_loss`, `fisher`, `sample_grads` and `input_grad`,
+        and the examples of `data`, are only available to a rule that names an upload here.
         """
         return ()
 
@@ -132,6 +132,8 @@ class ClientRule(Rule):
 
     def state(self, task: Task) -> State:
         """Return the client's initial state between rounds; {} for none.
+
+        Keys, shapes and types hold for the whole run.
 
         Args:
             task: the client's task; `task.zeros()` is a zero vector [P].

@@ -143,7 +143,7 @@ class Reports(Cohort):
         self.given_weights = [float(p) for p in weights]
 
     def mean(self, key: str) -> Tensor:
-        """Return the weighted mean of an upload over the round's clients, in its shape.
+        """Return the weighted mean of an upload over the round's clients, in a new tensor.
 
         Args:
             key: an upload with mode "mean" or "per_client".
@@ -151,7 +151,7 @@ class Reports(Cohort):
         return self._total("mean", key)
 
     def sum(self, key: str) -> Tensor:
-        """Return the sum of an upload over the round's clients, in its shape.
+        """Return the sum of an upload over the round's clients, in a new tensor.
 
         Args:
             key: an upload with mode "sum".
@@ -172,7 +172,8 @@ class Reports(Cohort):
 
     def _total(self, mode: str, key: str) -> Tensor:
         self._check_requested(mode, key, (k for m, k in self.totals if m == mode))
-        return self.totals[mode, key]
+        # A copy, which the rule may change in place before it asks again.
+        return self.totals[mode, key].clone()
 
     def per_client(self, key: str) -> Tensor:
         """Return every client's upload, [K, ...], in the order of `ids`.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Self
+from functools import cache
+from typing import ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import torch
 from numpy.random import Generator
@@ -128,11 +129,27 @@ class Rule:
             t: number of the round, from 0.
         """
         due = {}
-        for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(value, list) and value and isinstance(value[0], tuple):
-                due[entry.name] = at_round(value, t)
+        for name in _scheduled_fields(type(self)):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                due[name] = at_round(value, t)
         return dataclasses.replace(self, **due) if due else self
+
+
+@cache
+def _scheduled_fields(cls: type[Rule]) -> list[str]:
+    """Return the names of the fields that are a number or a schedule, such as `Scheduled`.
+
+    Other lists, even of pairs, are what they are.
+    """
+    kinds = get_type_hints(cls)
+    scheduled = []
+    for entry in dataclasses.fields(cls):
+        kinds_of_field = get_args(kinds[entry.name])
+        has_list = any(get_origin(kind) is list for kind in kinds_of_field)
+        if has_list and float in kinds_of_field:
+            scheduled.append(entry.name)
+    return scheduled
 
 
 SHIPPED_PACKAGE = "raysim.algorithms"

@@ -196,6 +196,9 @@ class ServerRule(Rule):
         Args:
             state: the server's state.
             cohort: the clients of the round.
+
+        Returns:
+            The state, with the keys and shapes of `init`.
         """
         return state
 

@@ -11,7 +11,7 @@ from numpy.random import Generator
 from raysim.config.references import load_object
 from raysim.config.sections.schedule import OwnSampling, PoissonSampling, SamplingBySamples, Sync
 from raysim.errors import ConfigError, RaysimError, round_name
-from raysim.rules.client_sampling import ClientPool, ClientSampling
+from raysim.rules.client_sampling import ClientPool, ClientSampling, client_numbers
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
 from raysim.rules.errors.user_code import translate_errors
 from raysim.rules.methods.registry import build_part
@@ -23,12 +23,13 @@ Sampler = Callable[[ClientPool, int, Generator], Sequence[int]]
 """Returns the clients of round t, from the pool, t and a keyed generator."""
 
 
-def make_sampler(schedule: Sync, n_clients: int) -> Sampler:
+def make_sampler(schedule: Sync, n_clients: int, rounds: int) -> Sampler:
     """Return the configured sampling.
 
     Args:
         schedule: the section `schedule`.
         n_clients: number of clients that train; Poisson sampling divides the cohort by it.
+        rounds: number of rounds; a user's rule is tried in the first two of them.
 
     Returns:
         A function of the pool, the round and a keyed generator that returns a cohort.
@@ -42,7 +43,7 @@ def make_sampler(schedule: Sync, n_clients: int) -> Sampler:
     if isinstance(sampling, PoissonSampling):
         return partial(_poisson, schedule.cohort / n_clients)
     if isinstance(sampling, OwnSampling):
-        return partial(_own, _load(sampling), schedule.cohort)
+        return partial(_own, _load(sampling), schedule.cohort, rounds)
     return partial(_uniform, schedule.cohort)
 
 
@@ -67,38 +68,65 @@ def _poisson(q: float, pool: ClientPool, t: int, rng: Generator) -> Sequence[int
 
 
 def _own(
-    rule: ClientSampling, size: int, pool: ClientPool, t: int, rng: Generator
+    rule: ClientSampling, size: int, rounds: int, pool: ClientPool, t: int, rng: Generator
 ) -> Sequence[int]:
     """Sample by a user's rule, and check its answer."""
-    name = type(rule).__name__
-    place = f"{round_name(t)}: {SECTION} {name}"
-    with (
-        translate_errors(lambda text: RaysimError(f"{place} failed: {text}")),
-        keyed_numbers_only(
-            lambda drawn: RaysimError(f"{place} {drawn}, {RNG_ARGUMENT} {RANDOM_NUMBERS_PAGE}")
-        ),
-    ):
-        repeated = copy.deepcopy((pool, size, t, rng)) if t == 0 else None
-        sampled = [int(client) for client in rule.sample(pool, size, t, rng)]
-        again = sampled if repeated is None else list(map(int, rule.sample(*repeated)))
-    if again != sampled:
-        raise RaysimError(
-            f"{place} returned {sampled}, and {again} for the same arguments, as with an attribute "
-            "or a generator of its own, which a resumed run has not; use only the arguments "
-            f"{RANDOM_NUMBERS_PAGE}"
-        )
-    unknown = sorted(set(sampled) - set(pool.ids.tolist()))
-    if unknown:
-        raise RaysimError(
-            f"{place} returned client {unknown[0]}, which is not in "
-            "pool.ids; return numbers from pool.ids"
-        )
+    place = f"{round_name(t)}: {SECTION} {type(rule).__name__}"
+    sampled = _sampled(rule, place, size, pool, t, rng)
+    if t == 0:
+        _try_again(rule, place, size, rounds, pool, rng, sampled)
     if len(set(sampled)) > size:
         raise RaysimError(
             f"{place} returned {len(set(sampled))} clients; return at "
             f"most `size` ({size}), or raise schedule.cohort"
         )
     return sampled
+
+
+def _sampled(
+    rule: ClientSampling, place: str, size: int, pool: ClientPool, t: int, rng: Generator
+) -> list[int]:
+    """Return the clients that a user's rule samples, after a check.
+
+    It gets copies, because it may change the arrays, and later rounds use them too.
+    """
+    with (
+        translate_errors(lambda text: RaysimError(f"{place} failed: {text}")),
+        keyed_numbers_only(
+            lambda drawn: RaysimError(f"{place} {drawn}, {RNG_ARGUMENT} {RANDOM_NUMBERS_PAGE}")
+        ),
+    ):
+        returned = rule.sample(*copy.deepcopy((pool, size, t, rng)))
+    try:
+        return client_numbers(returned, pool)
+    except ValueError as error:
+        raise RaysimError(f"{place} {error}") from None
+
+
+def _try_again(
+    rule: ClientSampling,
+    place: str,
+    size: int,
+    rounds: int,
+    pool: ClientPool,
+    rng: Generator,
+    sampled: list[int],
+) -> None:
+    """Refuse a user's rule that samples other clients when rounds are sampled again.
+
+    Another round lies between, since a rule that keeps something may give the same twice in a row.
+    """
+    first = {0: sampled}
+    for t in (0, 1, 0, 1):
+        if t >= rounds:
+            continue
+        again = _sampled(rule, place, size, pool, t, rng)
+        if first.setdefault(t, again) != again:
+            raise RaysimError(
+                f"{place} returned {first[t]}, and {again} for the same arguments, as with an "
+                "attribute or a generator of its own, which a resumed run has not; use only the "
+                f"arguments {RANDOM_NUMBERS_PAGE}"
+            )
 
 
 def _load(sampling: OwnSampling) -> ClientSampling:

@@ -51,7 +51,7 @@ class Synchronous:
         n_clients = len(self._sizes.at(0))
         held_out = held_out_clients(n_clients, config.held_out, config.seed)
         self._pool = np.delete(np.arange(n_clients), held_out)
-        self._sampler = make_sampler(config.schedule, len(self._pool))
+        self._sampler = make_sampler(config.schedule, len(self._pool), config.rounds)
         is_uniform = isinstance(config.schedule.sampling, UniformSampling)
         self._samples_again = is_uniform and config.client_privacy is None
         self._everybody = [ClientPool(self._pool, of[self._pool]) for of in self._sizes.phases]

@@ -28,6 +28,8 @@ from raysim.server.round_uploads import (
 from raysim.server.selection import Candidates, named_candidates, selected_clients
 from raysim.server.update_checks import (
     check_evaluated,
+    check_state,
+    check_unchanged,
     check_update,
     described_uploads,
     errors_name_rule,
@@ -169,6 +171,7 @@ class Server:
             self.state = rule.init(x0.clone(), problem)
             self.buffers = buffers.clone()
             check_tensors(rule, "init", self.state)
+            check_state(rule, "init", {"x": x0}, {"x": self.state.get("x", x0)})
             self.state = brought_to(self.state, self.device)
         self.cohort = Cohort(0, [], problem.n_nonempty, seed=problem.seed)
         self.evaluated: Tensor | None = None
@@ -204,7 +207,7 @@ class Server:
             return Candidates(self.named.of(pool.round) or [], selected=True)
         rule = self.rule.at(pool.round)
         with self._names_errors(rule, "candidates", pool.round):
-            self.named = Prepared(pool.round, named_candidates(rule, self.state, pool, rng))
+            self.named = Prepared(pool.round, named_candidates(rule, {**self.state}, pool, rng))
         return Candidates(self.named.value, selected=False)
 
     def select(self, pool: SelectionPool, rng: Generator) -> list[int]:
@@ -223,7 +226,7 @@ class Server:
         if selected is None:
             rule = self.rule.at(pool.round)
             with self._names_errors(rule, "select", pool.round):
-                selected = selected_clients(rule, self.state, pool, rng)
+                selected = selected_clients(rule, {**self.state}, pool, rng)
             self.selected = Prepared(pool.round, selected)
         return selected
 
@@ -246,16 +249,16 @@ class Server:
                 self.cohort.metrics.update(metrics)
             elif following.ids:
                 # A round without clients only asks for the model: at the end, or for candidates.
-                state = rule.before_round(self.state, self.cohort)
-                check_tensors(rule, "before_round", state)
+                state = rule.before_round({**self.state}, self.cohort)
+                check_state(rule, "before_round", self.state, state)
                 self.state = brought_to(state, self.device)
                 self.admitted = Prepared(following.t, self.cohort.metrics)
-            shared = rule.broadcast(self.state)
+            shared = rule.broadcast({**self.state})
             check_tensors(rule, "broadcast", shared)
             shared = brought_to(shared, self.device)
             evaluated = None
             if overridden(rule, ["for_evaluation"]):
-                evaluated = rule.for_evaluation(self.state)
+                evaluated = rule.for_evaluation({**self.state})
                 check_evaluated(rule, shared, evaluated)
         for step in self.steps:
             of_step = step.shared(self.state["x"].device)
@@ -295,8 +298,12 @@ class Server:
         for step in self.steps:
             metrics |= step.before(reports, Broadcast(self.state, self.buffers))
         with self._names_errors(rule, "update", round.t, lambda: described_uploads(reports)):
-            state = rule.update(self.state, reports)
+            # A copy, because the state before is compared with what `update` returns.
+            provided = {key: self.state[key] for key in rule.provides if key in self.state}
+            versions = {key: tensor._version for key, tensor in provided.items()}
+            state = rule.update({**self.state}, reports)
             check_update(rule, round.t, self.state, state, reports)
+            check_unchanged(rule, "update", provided, versions)
             state = brought_to(state, self.device)
         for step in self.steps:
             state = step.after(self.state, state)

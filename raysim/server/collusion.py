@@ -13,6 +13,7 @@ from torch import Tensor
 from raysim.config.schema import Config
 from raysim.errors import ConfigError, RaysimError, round_name
 from raysim.rules.contract import ClientRule, ServerRule, overridden
+from raysim.rules.errors.returned_values import check_tensors
 from raysim.rules.errors.user_code import breach, translate_errors
 from raysim.rules.reports import Cohort, Reports
 from raysim.rules.uploads import with_mode
@@ -92,7 +93,7 @@ class Collusion(UpdateStep):
         arrived = {key: torch.stack(uploads) for key, uploads in reports.rows.items()}
         changed = {}
         for rule, positions in self._colluding(reports.ids):
-            for key, uploads in _tampered(rule, arrived, positions, reports).items():
+            for key, uploads in tampered(rule, arrived, positions, reports).items():
                 # A copy, because the next group must see the uploads as they arrived.
                 changed.setdefault(key, arrived[key].clone())[positions] = uploads
         for key, uploads in changed.items():
@@ -112,10 +113,21 @@ class Collusion(UpdateStep):
                 yield rule, positions
 
 
-def _tampered(
+def tampered(
     rule: ClientRule, arrived: Mapping[str, Tensor], positions: np.ndarray, reports: Reports
 ) -> dict[str, Tensor]:
-    """Return the uploads that `collude` returns for the clients at some positions."""
+    """Return the uploads that `collude` returns for the clients at some positions, by key.
+
+    Args:
+        rule: the client rule of these clients.
+        arrived: the uploads of a round's clients by key, [K, ...] each.
+        positions: positions of the colluding clients among them, [M].
+        reports: the facts about the round's clients.
+
+    Raises:
+        ContractError: `collude` returned something that its contract forbids.
+        RaysimError: it failed, or returned a value that is not finite.
+    """
     rule = rule.at(reports.round)
     others = np.setdiff1d(np.arange(len(reports.ids)), positions)
     group_uploads = {key: uploads[positions] for key, uploads in arrived.items()}
@@ -141,6 +153,7 @@ def _tampered(
 def _check_uploads(rule: ClientRule, key: str, returned: Any, arrived: Tensor) -> None:
     """Raise ContractError unless `collude` returned an upload for each client of the group."""
     if isinstance(returned, Tensor) and returned.shape == arrived.shape:
+        check_tensors(rule, "collude", {key: returned})
         return
     got = list(returned.shape) if isinstance(returned, Tensor) else type(returned)
     raise breach(

@@ -12,7 +12,7 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
-from raysim.rules.client_sampling import ClientPool, SelectionPool
+from raysim.rules.client_sampling import ClientPool, SelectionPool, client_numbers
 from raysim.rules.contract import ServerRule, State
 from raysim.rules.errors.user_code import breach
 from raysim.schedule import ScheduledRound
@@ -188,28 +188,10 @@ def _checked(rule: ServerRule, method: str, returned: Any, pool: SelectionPool) 
     Raises:
         ContractError: they are no list of numbers from the pool.
     """
-    if isinstance(returned, np.ndarray | Tensor):
-        returned = returned.tolist()
-    if not isinstance(returned, Iterable):
-        kind = "nothing" if returned is None else f"a {type(returned).__name__}"
-        raise breach(rule, method, f"returns {kind}; return a list of numbers from pool.ids")
-    clients = list(returned)
-    for client in clients:
-        if isinstance(client, bool) or not isinstance(client, int | np.integer):
-            raise breach(
-                rule,
-                method,
-                f"returns {client!r} as a client; return whole numbers from pool.ids",
-            )
-    clients = [int(client) for client in clients]
-    if unknown := sorted(set(clients) - set(pool.ids.tolist())):
-        raise breach(
-            rule,
-            method,
-            f"returns client {unknown[0]}, which is not in pool.ids; return numbers from pool.ids, "
-            "not positions in it",
-        )
-    return clients
+    try:
+        return client_numbers(returned, pool)
+    except ValueError as error:
+        raise breach(rule, method, str(error)) from None
 
 
 def _first_repeated(clients: list[int]) -> int | None:

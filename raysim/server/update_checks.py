@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -41,6 +42,59 @@ def errors_name_rule(
             ) from None
 
 
+def check_state(rule: ServerRule, method: str, before: State, state: State) -> None:
+    """Check the state that a method of a rule returned.
+
+    Args:
+        rule: the server rule.
+        method: the method.
+        before: the state before; keys, shapes and the type of "x" must stay.
+        state: the state that the method returned.
+
+    Raises:
+        ContractError: the state is not a dict of tensors, or has other keys or shapes.
+    """
+    check_tensors(rule, method, state)
+    differing_keys = ", ".join(sorted(state.keys() ^ before.keys()))
+    if differing_keys:
+        raise breach(
+            rule, method, f"must return the keys of init; the two differ in {differing_keys}"
+        )
+    for key, tensor in before.items():
+        after = state[key]
+        if after.shape != tensor.shape or (key == "x" and after.dtype != tensor.dtype):
+            raise breach(
+                rule,
+                method,
+                f"returns '{key}' as {described_tensor(after)}, but before it was "
+                f"{described_tensor(tensor)}; keep its shape and type",
+            )
+
+
+def check_unchanged(
+    rule: ServerRule, method: str, tensors: State, versions: Mapping[str, int]
+) -> None:
+    """Check that a method has not changed tensors in place.
+
+    Args:
+        rule: the server rule.
+        method: the method that has run.
+        tensors: tensors that clients may still use.
+        versions: their versions before, as PyTorch counts changes.
+
+    Raises:
+        ContractError: it has changed one.
+    """
+    for key, tensor in tensors.items():
+        if tensor._version != versions[key]:
+            raise breach(
+                rule,
+                method,
+                f"changes '{key}' of the broadcast in place, which clients may still use; write "
+                "x = x - step for x -= step",
+            )
+
+
 def check_update(rule: ServerRule, t: int, before: State, state: State, reports: Reports) -> None:
     """Check the state that a rule's `update` returned, and the weights that it set.
 
@@ -55,21 +109,7 @@ def check_update(rule: ServerRule, t: int, before: State, state: State, reports:
         ContractError: the state is not a dict of tensors, or has other keys or shapes.
         RaysimError: the parameters are not finite, or the number of weights is wrong.
     """
-    check_tensors(rule, "update", state)
-    differing_keys = ", ".join(sorted(state.keys() ^ before.keys()))
-    if differing_keys:
-        raise breach(
-            rule, "update", f"must return the keys of init; the two differ in {differing_keys}"
-        )
-    for key, tensor in before.items():
-        after = state[key]
-        if after.shape != tensor.shape or (key == "x" and after.dtype != tensor.dtype):
-            raise breach(
-                rule,
-                "update",
-                f"returns '{key}' as {described_tensor(after)}, but before it was "
-                f"{described_tensor(tensor)}; keep its shape and type",
-            )
+    check_state(rule, "update", before, state)
     # NaN and infinity stay in the sum, which needs no mask [P].
     if not torch.isfinite(state["x"].sum()):
         raise RaysimError(
@@ -77,6 +117,11 @@ def check_update(rule: ServerRule, t: int, before: State, state: State, reports:
             "lr or local.lr"
         )
     given_weights = reports.given_weights
+    if given_weights is not None and not all(map(math.isfinite, given_weights)):
+        raise RaysimError(
+            f"server rule '{rule.name}': update passed weights that are not finite to "
+            f"reports.set_weights: {given_weights}"
+        )
     if given_weights is not None and (
         not rule.weights_after_training or len(given_weights) != len(reports.ids)
     ):

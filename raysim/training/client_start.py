@@ -126,7 +126,7 @@ class ClientStart:
         mine = self.parts.clients.at(client_task.base).client(client_task.client)
         received = self.receive(task, rule, broadcast, client_task, mine)
         shared = received.broadcast.shared
-        state = rule.init(shared, received.client_state, received.data, task)
+        state = rule.init(shared, {**received.client_state}, received.data, task)
         check_dict(rule, "init", state)
         state = brought_to(state, task.model.device)
         if "w" in state:
@@ -178,13 +178,15 @@ class ClientStart:
         data = LocalData(
             len(mine),
             self.averages[self.sizes.phase(t)],
-            lambda augment=False: self.client_batches.whole(mine, client_task if augment else None),
+            partial(self._whole, mine, client_task),
             tests and partial(tests, client, t),
             vals and partial(vals, client, t),
         )
         broadcast = self.personal.received(
             self.sent_to(broadcast, client), client_task.client_state
         )
+        # A dict of the client's own, since other clients get the tensors of this version too.
+        broadcast = replace(broadcast, shared={**broadcast.shared})
         if self.parts.server.changes_frozen:
             self.parts.model.set_frozen(broadcast.shared["frozen"])
         w, buffers = broadcast.global_params, broadcast.buffers
@@ -202,6 +204,17 @@ class ClientStart:
         client_state = kept_or_new_state(rule, task, client_task)
         received = ReceivedModel(client_task, rule, broadcast, mine, data, client_state, w, buffers)
         return begun_by_rule(task, received) if overridden(rule, ["begin"]) else received
+
+    def _whole(
+        self, mine: np.ndarray, client_task: ClientTask, augment: bool = False
+    ) -> Iterator[Batch]:
+        """Return all examples of a client, as `LocalData.batches` does."""
+        if self.settings.guarded:
+            raise ValueError(
+                "privacy does not cover what comes of data.batches and data.examples; declare the "
+                "uploads that depend on it in the rule's `unprotected_uploads`"
+            )
+        return self.client_batches.whole(mine, client_task if augment else None)
 
     def sent_to(self, broadcast: Broadcast, client: int) -> Broadcast:
         """Return what the server sends one client of a version of the model.
@@ -254,7 +267,7 @@ def begun_by_rule(task: LoopTask, client: ReceivedModel) -> ReceivedModel:
         ContractError: `begin` returns something that its contract forbids.
     """
     rule = client.rule
-    begun = rule.begin(client.broadcast.shared, client.client_state, client.data, task)
+    begun = rule.begin(client.broadcast.shared, {**client.client_state}, client.data, task)
     check_begin(rule, begun, client.local_params, client.buffers)
     w, buffers, *carried = begun
     task.local_params.copy_(w)
@@ -284,7 +297,8 @@ def kept_or_new_state(rule: ClientRule, task: LoopTask, client_task: ClientTask)
     client_state = rule.state(task)
     task.logged = {}
     check_tensors(rule, "state", client_state)
-    client_state = brought_to(client_state, task.model.device)
+    # Copies, because `state` may return `task.x0`, and the client may change its state in place.
+    client_state = {k: v.to(task.model.device, copy=True) for k, v in client_state.items()}
     if client_task.client_state is not None:
         # Kept values come as NumPy arrays; what `state` returns tells their type and device.
         client_state = {

@@ -123,9 +123,9 @@ def test_a_group_sees_the_uploads_as_they_arrived(config, source, engine):
     [
         ("None", "must return a dict with keys among delta"),
         ('{"other": 1}', "must return a dict with keys among delta"),
-        ('{"delta": uploads["delta"][0]}', r"returns 'delta' as \[18\]; return \[3, 18\]"),
+        ('{"delta": uploads["delta"][0]}', r"returns 'delta' as \[18\]; return \[2, 18\]"),
         ('{"delta": uploads["delta"] / 0}', "'delta' is not finite"),
-        ("uploads.length", "round 1: collude of client rule 'answers' failed: .*line"),
+        ("uploads.length", "collude of client rule 'answers', .*line"),
     ],
 )
 def test_a_collude_that_is_wrong_is_refused(answer, message, config, source):

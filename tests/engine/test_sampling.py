@@ -131,7 +131,7 @@ def test_bad_sampling_is_refused_with_its_key(schedule, message, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Stranger", "returned client 99, which is not in pool.ids"),
+        ("Stranger", "returns client 99, which is not in pool.ids"),
         ("Crowd", "returned 6 clients"),
         ("Unkeyed", r"schedule\.sampling Unkeyed draws from NumPy's global generator"),
     ],

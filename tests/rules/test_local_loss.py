@@ -9,7 +9,7 @@ import torch
 from support.oracle_cases import MODES, NETS, distance, feed
 from support.programs import program
 
-from raysim.errors import ClientError, ConfigError
+from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, Upload
 from raysim.rules.rule import Problem
@@ -64,7 +64,7 @@ def test_uploads_of_features_and_the_loss_before_training(mode, config, engine):
 
 def test_the_loss_of_all_examples_is_not_private(config, engine):
     privacy = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
-    with pytest.raises(ClientError, match=r"task\.full_loss.*`unprotected_uploads`"):
+    with pytest.raises(ConfigError, match=r"task\.full_loss.*`unprotected_uploads`"):
         engine(config(client="FILE:Unprotected", privacy=privacy))
 
 

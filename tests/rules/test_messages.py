@@ -117,7 +117,11 @@ def test_a_forgotten_decorator_is_told_with_its_line(given):
             DEF,
         ),
         ("step loses", "step of client rule 'mine' returns another state than it was given", DEF),
-        ("step shrinks", "step of client rule 'mine' returns w as [649]; it was given [650]", DEF),
+        (
+            "step shrinks",
+            "step of client rule 'mine' returns w as torch.float32 [649]; return torch",
+            DEF,
+        ),
         (
             "finish",
             "finish of client rule 'mine' returns nothing; return the uploads and the state to keep, for example "

@@ -31,13 +31,15 @@ from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import make_public_data
 from raysim.errors import ConfigError, ContractError, RaysimError
-from raysim.models.comparison import same_values
-from raysim.prepare.dry_run.watched import watched
-from raysim.rules.contract import ClientRule, ServerRule, half_of, overridden
+from raysim.models.comparison import close, same_values
+from raysim.prepare.dry_run.watched import check_used, watched
+from raysim.rules.contract import ClientRule, ServerRule, State, half_of, overridden
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE
 from raysim.rules.errors.user_code import class_defined_at, defined_at
 from raysim.rules.methods.registry import is_tried
+from raysim.rules.reports import Reports
 from raysim.rules.uploads import declared
+from raysim.server.collusion import tampered
 from raysim.server.first_broadcast import first_broadcast, shapes_of_first_broadcast
 from raysim.system.processes import limited
 from raysim.training.batches.batch_order import batch_slice, batches_per_pass
@@ -208,17 +210,75 @@ class RuleDryRun:
                 raise ContractError(update.broken)
         if any(update.error for update in trained):
             return
+        # Another round between, since a rule that keeps a mean of what it sees would give the same
+        # twice in a row.
+        later = self._train_later_round(trainer, broadcast, trained)
         again = trainer.train_block({0: broadcast}, Block(0, tasks[::-1]))
         self._check_repeated(_outputs(trainer, trained), _outputs(trainer, again))
+        self._check_repeated(later, self._train_later_round(trainer, broadcast, trained))
+        check_used(trainer.rule)
         self._check_delta(trainer, trained[0])
         self._check_lengths(trainer.sent, trained)
         if any(stage.of is None for stage in self.plan.stages):
             key = self.config.upload_key("")
             first_of_size(trainer.rule, trainer.sent, trained[0].report, trainer.model.size, key)
         is_used = self.config.evaluate.clients or overridden(self.plan.server, ["candidates"])
+        if overridden(trainer.rule, ["collude"]):
+            self._check_collusion(trainer, trained)
         if is_used and overridden(self.plan.client, ["begin", "evaluated"]):
             self._try_own_model(trainer, broadcast, tasks[0])
             self._try_own_model(trainer, broadcast, _after(tasks[0], trained[0]))
+
+    def _train_later_round(
+        self, trainer: Trainer, broadcast: Broadcast, trained: list[ClientUpdate]
+    ) -> list[ReportedTensors]:
+        """Train the clients in a later round, from another model, with the state that they kept.
+
+        Raises:
+            ContractError: the rule breaks its contract in that round.
+        """
+        t = min(1, self.config.rounds - 1)
+        tasks = [replace(_after(update.task, update), base=t) for update in trained]
+        later = trainer.train_block({t: changed(broadcast)}, Block(0, tasks))
+        for update in later:
+            if update.broken is not None:
+                raise ContractError(update.broken)
+        return _outputs(trainer, later)
+
+    def _check_collusion(self, trainer: Trainer, trained: list[ClientUpdate]) -> None:
+        """Try `collude` with the uploads of both clients, and of two more that do not collude.
+
+        Raises:
+            ContractError: it breaks its contract, or gives something else the second time.
+        """
+        rule, n = trainer.rule, len(trained)
+        keys = [key for key in self.plan.server.uploads if key in trainer.sent]
+        arrived = {}
+        for key in keys:
+            uploads = torch.stack([update.report[key] for update in trained])
+            arrived[key] = torch.cat([uploads, uploads.flip(0)])
+        first: dict[int, State] = {}
+        for t in (0, 1, 0):
+            if t >= self.config.rounds:
+                continue
+            ids = list(range(2 * n))
+            reports = Reports(
+                t, ids, n_clients=2 * n, samples=[3] * 2 * n, steps=[1] * 2 * n,
+                staleness=[0] * 2 * n, draws=[1] * 2 * n, seed=self.config.seed,
+            )  # fmt: skip
+            uploads = {key: tensor * (1 + t) for key, tensor in arrived.items()}
+            try:
+                returned = tampered(rule, uploads, np.arange(n), reports)
+            except ContractError:
+                raise
+            except RaysimError as error:  # it may depend on the clients, so the run reports it
+                logger.debug("collude is not checked: %s", error)
+                return
+            for key, tensor in first.setdefault(t, returned).items():
+                if not same_values(tensor, returned[key]):
+                    raise keeps_something(
+                        self.plan.client, f"`collude` returns '{key}' that differs"
+                    )
 
     def _check_repeated(self, first: list[ReportedTensors], second: list[ReportedTensors]) -> None:
         """Refuse a rule of which the same clients give something else when they train again."""
@@ -276,7 +336,7 @@ class RuleDryRun:
         """
         trainer, broadcast, tasks = self.stage()
         tasks = [replace(task, steps=STEPS_ON_LANES) for task in tasks]
-        _, error = self._train(trainer, broadcast, tasks)
+        looped, error = self._train(trainer, broadcast, tasks)
         if error is not None:
             return None
         name = self.plan.client.name
@@ -290,6 +350,15 @@ class RuleDryRun:
             self.refusals = lanes.refusals
             self.has_captured = lanes.has_captured
             outputs.append(of_clients)
+        for in_loop, uncaptured in zip(looped, outputs[0], strict=True):
+            for key, tensor in in_loop.items():
+                if key not in uncaptured or not close(uncaptured[key].double(), tensor.double()):
+                    return (
+                        f"client rule '{name}' gives {key} on lanes of a GPU that differs from "
+                        "mode loop; task.client, task.t and task.steps are tensors there, which "
+                        "are no keys of a dict: take a tensor's entry by position, and let tensors "
+                        "keep their type from one step to the next"
+                    )
         for uncaptured, captured in zip(*outputs, strict=True):
             for key, tensor in uncaptured.items():
                 if key not in captured or not same_values(tensor, captured[key]):
@@ -367,6 +436,21 @@ def device_of(gpus: float | bool) -> str:
         gpus: the share of a GPU that the rule's process has in the run.
     """
     return "cuda:0" if gpus and torch.cuda.is_available() else "cpu"
+
+
+def changed(broadcast: Broadcast) -> Broadcast:
+    """Return a broadcast of the same shapes with other numbers.
+
+    Args:
+        broadcast: a version of the model.
+    """
+    shared = dict(broadcast.shared)
+    for key, tensor in shared.items():
+        if tensor.is_floating_point():
+            # Not the same everywhere, which the outputs of a softmax would not show.
+            steps = torch.linspace(0.01, 0.02, max(tensor.numel(), 1)).to(tensor)
+            shared[key] = tensor + steps[: tensor.numel()].reshape(tensor.shape)
+    return replace(broadcast, shared=shared)
 
 
 def keeps_something(rule: ClientRule | ServerRule, found: str) -> ContractError:

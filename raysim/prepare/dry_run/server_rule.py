@@ -1,11 +1,11 @@
-"""Dry run of users' server rules: one round with the uploads of two small clients.
+"""Dry run of users' server rules: two rounds with the uploads of two small clients, twice.
 
-A rule that selects clients also selects the first round of the run. The dry run uses the clients of
-`client_rule`. The rule's methods are `watched`, so random numbers without a key and certain
-mistakes in the code are found; the server checks the values that they return. In addition, the
-tensors of the broadcast must not change while clients use them.
+A rule that selects clients also selects the first two rounds of the run. The dry run uses the
+clients of `client_rule`. The rule's methods are `watched`, so random numbers without a key and
+certain mistakes in the code are found; the server checks the values that they return. In addition,
+the tensors of the broadcast must not change while clients use them.
 
-An error of the rule's computation does not count: it may come from the small round, for example
+An error of the rule's computation does not count: it may come from the small rounds, for example
 from too few clients for a trimmed mean. The run itself will report it, with the uploads that the
 rule received.
 """
@@ -13,13 +13,15 @@ rule received.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
-from torch import Tensor
 
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import make_server
+from raysim.engine.round_clients import weigh
 from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.models.comparison import same_values
 from raysim.prepare.dry_run.client_rule import (
@@ -31,14 +33,14 @@ from raysim.prepare.dry_run.client_rule import (
 )
 from raysim.prepare.dry_run.watched import watched
 from raysim.randomness import generator
-from raysim.rules.contract import overridden
+from raysim.rules.contract import ServerRule, State, overridden
 from raysim.rules.errors.user_code import breach
 from raysim.rules.methods.registry import is_tried
 from raysim.schedule import Synchronous, make_schedule
-from raysim.server.central_server import RoundCohort, Server
+from raysim.server.central_server import RoundCohort
 from raysim.server.selection import ClientHistory
 from raysim.system.processes import limited
-from raysim.training.messages import Block, Broadcast, ClientTask, WorkerResult
+from raysim.training.messages import Block, Broadcast, ClientTask
 from raysim.training.trainers.group_trainer import GroupTrainer
 
 logger = logging.getLogger("raysim")
@@ -83,7 +85,7 @@ def dry_run_server_rule(plan: Plan, key: str) -> None:
 
 
 def check_contract(plan: Plan) -> None:
-    """Check the contract of the server rule in one round of two clients, and in a selection.
+    """Check the contract of the server rule in two rounds of two clients, and in a selection.
 
     Args:
         plan: the plan of the run.
@@ -93,22 +95,27 @@ def check_contract(plan: Plan) -> None:
     """
     rule, plan = plan.server, replace(plan, server=watched(plan.server))
     try:
-        first, second = _train_one_round(plan), _train_one_round(plan)
-        for key in first.keys() & second.keys():
-            if not same_values(first[key], second[key]):
-                raise keeps_something(rule, f"the state has a '{key}' that differs")
+        for first, second in zip(_train_two_rounds(plan), _train_two_rounds(plan), strict=False):
+            for key in first.keys() & second.keys():
+                if not same_values(first[key], second[key]):
+                    raise keeps_something(rule, f"the state has a '{key}' that differs")
         if overridden(plan.server, ["select"]):
-            chosen = _select_first_round(plan)
-            if _select_first_round(plan) != chosen:
-                raise keeps_something(rule, "`select` returns other clients")
+            first_chosen: dict[int, list[int]] = {}
+            for t in (0, 0, 1, 0, 1):
+                chosen = _select(plan, min(t, plan.config.rounds - 1))
+                if first_chosen.setdefault(t, chosen) != chosen:
+                    raise keeps_something(rule, "`select` returns other clients")
     except ContractError:
         raise
     except RaysimError as error:
         logger.debug("the dry run of the server rule ended early: %s", error)
 
 
-def _train_one_round(plan: Plan) -> dict[str, Tensor]:
-    """Train two clients, and return the server's state after its update; {} if they fail.
+def _train_two_rounds(plan: Plan) -> list[State]:
+    """Train two clients in two rounds; return the server's state after each update.
+
+    It ends early if they fail. When a rule is tried again, the second round lies between: a rule
+    that keeps a mean of what it sees would give the same twice in a row.
 
     Raises:
         RaysimError: the rule fails, or breaks its contract.
@@ -117,19 +124,62 @@ def _train_one_round(plan: Plan) -> dict[str, Tensor]:
     plan = replace(plan, problem=problem)
     resources = plan.config.resources
     trainer, _, tasks = RuleDryRun(plan).stage(device_of(resources.gpus))
+    samples = trainer.clients.sizes.tolist()
     server = make_server(plan, device_of(resources.server_on_gpu))
-    first = _round(tasks, trainer.clients.sizes.tolist(), 0)
-    broadcast = server.broadcast(first)
-    outcome = GroupTrainer([trainer]).train({0: broadcast}, [Block(0, tasks)])
-    if any(result.error for result in outcome.clients):
-        return {}
-    _update(server, first, outcome, broadcast)
-    server.broadcast(_round(tasks, first.samples, 1))
-    return {key: tensor.clone() for key, tensor in server.state.items()}
+    states: list[State] = []
+    broadcast = server.broadcast(_round(tasks, samples, 0))
+    for t in range(min(2, plan.config.rounds)):
+        round = _round(tasks, samples, t)
+        tasks = _weighed(plan, tasks, round)
+        outcome = GroupTrainer([trainer]).train({t: broadcast}, [Block(0, tasks)])
+        if any(result.error for result in outcome.clients):
+            break
+        with _unchanged(server.rule, "update", broadcast):
+            server.update(round, [outcome], {t: broadcast})
+        states.append({key: tensor.clone() for key, tensor in server.state.items()})
+        kept = {result.client: result.client_state for result in outcome.clients}
+        tasks = [
+            replace(task, base=t + 1, seen=True, client_state=kept[task.client]) for task in tasks
+        ]
+        with _unchanged(server.rule, "before_round", broadcast):
+            following = server.broadcast(_round(tasks, samples, t + 1))
+        broadcast = following
+    return states
 
 
-def _select_first_round(plan: Plan) -> list[int]:
-    """Return the clients of the run's first round. The losses of candidates are random numbers.
+def _weighed(plan: Plan, tasks: list[ClientTask], round: RoundCohort) -> list[ClientTask]:
+    """Return the tasks of a round with the weights of a rule's own `weigh`.
+
+    Raises:
+        ContractError: it breaks its contract, or gives something else the second time.
+    """
+    rule = plan.server
+    if plan.config.client_privacy is not None or not overridden(rule, ["weigh"]):
+        return tasks
+    try:
+        round.weights = weigh(rule, round, plan.problem)
+        _weigh_others(plan, round)
+        if weigh(rule, round, plan.problem) != round.weights:
+            raise keeps_something(rule, "`weigh` returns other weights")
+    except ContractError:
+        raise
+    except RaysimError as error:  # it may depend on the clients, so the run reports it
+        logger.debug("weigh is not checked: %s", error)
+        return tasks
+    return [replace(task, weight=weight) for task, weight in zip(tasks, round.weights, strict=True)]
+
+
+def _weigh_others(plan: Plan, round: RoundCohort) -> None:
+    """Let a rule weigh the run's last clients, which a rule that keeps something would notice."""
+    last = len(plan.clients) - 1
+    try:
+        weigh(plan.server, replace(round, ids=[last - i for i in round.ids]), plan.problem)
+    except RaysimError as error:
+        logger.debug("weigh is not tried with other clients: %s", error)
+
+
+def _select(plan: Plan, t: int) -> list[int]:
+    """Return the clients of round `t`. What the pool knows of them are random numbers.
 
     Raises:
         RaysimError: the rule fails, or breaks its contract.
@@ -138,11 +188,15 @@ def _select_first_round(plan: Plan) -> list[int]:
     seed, size = plan.config.seed, plan.config.schedule.size
     schedule = make_schedule(plan.config, plan.clients.sizes_by_round)
     assert isinstance(schedule, Synchronous)
-    pool = ClientHistory(len(plan.clients)).pool(schedule.available(0), size, 0)
-    candidates = server.candidates(pool, generator(seed, "candidates", 0)).ids
-    losses = generator(seed, "dry run").random(len(pool.ids))
+    pool = ClientHistory(len(plan.clients)).pool(schedule.available(t), size, t)
+    candidates = server.candidates(pool, generator(seed, "candidates", t)).ids
+    losses = generator(seed, "dry run", t).random(len(pool.ids))
+    if t > 0:
+        zeros = np.zeros(len(pool.ids), np.int64)
+        known = losses.copy()
+        pool = replace(pool, loss=known, duration=known, last_round=zeros, n_rounds=zeros + 1)
     losses[~np.isin(pool.ids, candidates)] = np.nan
-    return server.select(replace(pool, current_loss=losses), generator(seed, "cohort", 0))
+    return server.select(replace(pool, current_loss=losses), generator(seed, "cohort", t))
 
 
 def _round(tasks: list[ClientTask], samples: list[int], t: int) -> RoundCohort:
@@ -157,21 +211,16 @@ def _round(tasks: list[ClientTask], samples: list[int], t: int) -> RoundCohort:
     )
 
 
-def _update(
-    server: Server, round: RoundCohort, outcome: WorkerResult, broadcast: Broadcast
-) -> None:
-    """Update the server.
-
-    Raises:
-        ContractError: the rule breaks its contract, or changes a tensor of the broadcast in place.
-    """
+@contextmanager
+def _unchanged(rule: ServerRule, method: str, broadcast: Broadcast) -> Iterator[None]:
+    """Raise ContractError if a method changes a tensor of a broadcast in place."""
     copies = {key: tensor.clone() for key, tensor in broadcast.shared.items()}
-    server.update(round, [outcome], {0: broadcast})
+    yield
     for key, copy in copies.items():
         if not same_values(broadcast.shared[key], copy):
             raise breach(
-                server.rule,
-                "update",
+                rule,
+                method,
                 f"changes '{key}' of the broadcast in place, which clients may still use; write "
                 "x = x - step for x -= step",
             )

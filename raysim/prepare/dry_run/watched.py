@@ -7,6 +7,7 @@ that are certainly mistakes in the code, such as an unknown name, into breaches 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -20,10 +21,22 @@ from torch import Tensor
 from raysim.errors import ContractError
 from raysim.models.comparison import same_values
 from raysim.rules.batch import Batch
-from raysim.rules.contract import ClientRule, ServerRule, half_of, overridden
+from raysim.rules.contract import (
+    PLAIN_STEP,
+    ClientRule,
+    ServerRule,
+    half_of,
+    overridden,
+)
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
-from raysim.rules.errors.user_code import breach, described, mixes_devices, place_of_error
-from raysim.rules.losses import Loss, cross_entropy, task_loss
+from raysim.rules.errors.user_code import (
+    breach,
+    described,
+    mixes_devices,
+    place_of_error,
+    raised_by_task,
+)
+from raysim.rules.losses import Loss, Net, cross_entropy, task_loss
 from raysim.rules.methods.misspelled_methods import public_names
 from raysim.rules.methods.registry import RULES
 
@@ -57,13 +70,15 @@ def watched(rule: AnyRule) -> AnyRule:
     cls = type(rule)
     contract = dict(inspect.getmembers(RULES[half_of(rule)], inspect.isfunction))
     members: dict[str, Any] = {"name": cls.name, "__setattr__": _refuse_assignment}
+    members["called_methods"] = set()
     for name in overridden(rule, public_names(contract)):
         method = inspect.getattr_static(cls, name)
         if inspect.isfunction(method) and name not in ("at", "check"):
             parameters = list(inspect.signature(contract[name]).parameters)[1:]
             members[name] = _watched(name, method, parameters)
     copy = object.__new__(type(cls.__name__, (cls,), members))
-    for key, value in vars(rule).items():
+    fields = {entry.name: getattr(rule, entry.name) for entry in dataclasses.fields(rule)}
+    for key, value in {**fields, **vars(rule)}.items():  # with slots, fields are no variables
         object.__setattr__(copy, key, value)
     return copy
 
@@ -78,6 +93,7 @@ def _watched(name: str, method: Callable[..., Any], parameters: list[str]) -> Ca
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
+        self.called_methods.add(name)
         arguments = {**dict(zip(parameters, args, strict=False)), **options}
         checked = ("shared", "state", "batch") if name in LOCAL_STEP else ("shared",)
         if isinstance(self, ServerRule):
@@ -94,11 +110,14 @@ def _watched(name: str, method: Callable[..., Any], parameters: list[str]) -> Ca
             try:
                 returned = call_method(*args, **options)
             except Exception as error:
-                if not isinstance(error, BUGS) and not mixes_devices(error):
+                is_of_task = isinstance(error, ValueError) and raised_by_task(error)
+                if not (isinstance(error, BUGS) or is_of_task or mixes_devices(error)):
                     raise
                 if place_of_error(error):
                     raise ContractError(described(error)) from error
                 raise breach(self, name, f"failed: {described(error)}") from error
+        if name == "loss" and isinstance(self, ClientRule):
+            _check_loss(self, returned, arguments["net"])
         if losses.have_gradient:
             raise breach(
                 self,
@@ -118,6 +137,19 @@ def _watched(name: str, method: Callable[..., Any], parameters: list[str]) -> Ca
         return returned
 
     return call
+
+
+def _check_loss(rule: ClientRule, values: Any, net: Net) -> None:
+    """Raise ContractError if a loss is no tensor, or has no gradient."""
+    if not isinstance(values, Tensor):
+        kind = type(values).__name__
+        raise breach(rule, "loss", f"returns a {kind}; return a tensor, one value for each example")
+    if net.logits.requires_grad and not values.requires_grad:
+        raise breach(
+            rule,
+            "loss",
+            "returns values without a gradient; leave out detach(), item() and numpy()",
+        )
 
 
 class _LossesWithConstantW:
@@ -173,6 +205,35 @@ class _LossesWithConstantW:
             del task.grad
 
 
+def check_used(rule: ClientRule) -> None:
+    """Check that local steps have used what the rule defines for them.
+
+    An inherited `direction` may compute a gradient by itself, and a `loss` of the rule is then left
+    out.
+
+    Args:
+        rule: a watched rule that has made local steps.
+
+    Raises:
+        ContractError: a method has not been called by a more general one of the same class or of a
+            base class.
+    """
+    called = rule.called_methods  # type: ignore[attr-defined]
+    definers = {}
+    for name in PLAIN_STEP:
+        definers[name] = next(c for c in type(rule).__mro__[1:] if name in vars(c))
+    for user, used in (("step", "direction"), ("step", "loss"), ("direction", "loss")):
+        # A static method is not watched.
+        is_own = overridden(rule, [user]) and used in vars(type(rule))
+        if is_own and used not in called and issubclass(definers[used], definers[user]):
+            raise breach(
+                rule,
+                used,
+                f"has no effect, because `{user}` of {definers[user].__name__} does not call it; "
+                f"define `{user}` too, or leave out `{used}`",
+            )
+
+
 class _Argument:
     """An argument of a local step, as it was before the call.
 
@@ -226,6 +287,8 @@ def _unkeyed(rule: ClientRule | ServerRule, method: str, drawn: str) -> Contract
     """Return the error for a method of a rule that draws from a global generator."""
     if method in ("candidates", "select"):
         stream = RNG_ARGUMENT
+    elif method == "collude":
+        stream = 'cohort.rng("name")'
     elif isinstance(rule, ServerRule):
         stream = 'reports.rng("name") or cohort.rng("name")'
     elif method in LOCAL_STEP:

@@ -67,6 +67,13 @@ def check_tensors(rule: Rule, method: str, value: Any) -> None:
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             raise breach(rule, method, f"returns '{key}' as {kind}; make it a tensor")
+        _check_constant(rule, method, f"'{key}'", tensor)
+
+
+def _check_constant(rule: Rule, method: str, name: str, tensor: Tensor) -> None:
+    """Check that a tensor that a method returned has no graph of autograd, which would grow."""
+    if tensor.requires_grad:
+        raise breach(rule, method, f"returns {name} with requires_grad; return its .detach()")
 
 
 def declared_noise(rule: Rule, value: Any) -> dict[str, tuple[tuple[Any, ...], str]]:
@@ -136,6 +143,7 @@ def _check_like(rule: Rule, method: str, name: str, part: Any, like: Tensor) -> 
     """Check that a part of what a method returned is a tensor of the shape and type of another."""
     if not isinstance(part, Tensor):
         raise breach(rule, method, f"returns {_kind(part)} as {name}; return a tensor")
+    _check_constant(rule, method, name, part)
     if part.shape != like.shape or part.dtype != like.dtype:
         raise breach(
             rule,
@@ -185,6 +193,7 @@ def check_direction(rule: Rule, w: Tensor, direction: Any) -> None:
             'return one of the shape of state["w"], '
             f"{list(w.shape)}, as task.grad gives it",
         )
+    _check_constant(rule, "direction", "the direction", direction)
 
 
 def check_step(rule: Rule, before: Mapping[str, Tensor], after: Any) -> None:
@@ -193,7 +202,7 @@ def check_step(rule: Rule, before: Mapping[str, Tensor], after: Any) -> None:
     Args:
         rule: the client rule.
         before: the state that `step` was given, with `w` [P].
-        after: what it returned; it must have the same keys, and `w` the same shape.
+        after: what it returned; it must have the same keys, and `w` the same shape and type.
 
     Raises:
         ContractError: it did not; names the rule, the method, its line and what to write.
@@ -206,13 +215,10 @@ def check_step(rule: Rule, before: Mapping[str, Tensor], after: Any) -> None:
             f"returns another state than it was given, different in {', '.join(odd)}; "
             "return {**state, ...}",
         )
-    if after["w"].shape != before["w"].shape:
-        raise breach(
-            rule,
-            "step",
-            f"returns w as {list(after['w'].shape)}; it was given {list(before['w'].shape)}, "
-            "which must stay",
-        )
+    _check_like(rule, "step", "w", after["w"], before["w"])
+    for key, value in after.items():
+        if isinstance(value, Tensor):
+            _check_constant(rule, "step", f"'{key}'", value)
 
 
 def check_evaluated(rule: Rule, x: Tensor, buffers: Tensor, evaluated: Any) -> None:

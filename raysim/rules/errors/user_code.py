@@ -48,6 +48,7 @@ RETURNS = {
     "sent_to": "return shared",
     "before_round": "return state",
     "update": 'return {"x": x}',
+    "collude": 'return {"delta": -uploads["delta"]}',
 }
 """For each method the shortest last line that fulfils the contract."""
 
@@ -177,6 +178,16 @@ def place_of_error(error: BaseException) -> str:
                 f": `{code}`" if code else ""
             )
     return ""
+
+
+def raised_by_task(error: BaseException) -> bool:
+    """Return whether a rule's task raised an error, such as `task.rng` in a local step.
+
+    Args:
+        error: an error with its traceback.
+    """
+    innermost = list(_frames(error))[-1].f_code.co_filename
+    return innermost.startswith(f"{PACKAGE_FOLDER}training{os.sep}")
 
 
 def defined_at(rule: Rule, method: str) -> str:

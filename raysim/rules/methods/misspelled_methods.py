@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterable
+from typing import Any
 
 from raysim.errors import ConfigError
-from raysim.spelling import lacking
+from raysim.rules.errors.user_code import class_defined_at
 
 SIMILARITY = 0.8
 """Smallest similarity, from 0 to 1, at which a method counts as a misspelled one."""
 
 
 def refuse_misspelled_methods(rule: type, section: str) -> None:
-    """Check that a rule's class has no method that is a misspelled method of the contract.
+    """Check that a rule's class has no misspelled method or attribute of the contract.
 
     Such a method overrides nothing, and its name is close to one of the contract. A helper whose
-    name begins with an underscore is none.
+    name begins with an underscore is none, and neither is a hyper-parameter. A value in the place
+    of a method of the contract is refused, too.
 
     Args:
         rule: the class; one that is no rule is not checked.
@@ -30,16 +33,57 @@ def refuse_misspelled_methods(rule: type, section: str) -> None:
     if family is None or rule.__module__.startswith(family.__module__.partition(".")[0] + "."):
         return
     contract = public_names(dir(family))
+    fields = [entry.name for entry in dataclasses.fields(rule)]
     for cls in rule.__mro__[: rule.__mro__.index(family)]:
-        for name in lacking(public_names(vars(cls)), contract):
-            value = vars(cls)[name]
-            if not inspect.isroutine(value) and not isinstance(value, property):
+        for name in public_names({**vars(cls), **inspect.get_annotations(cls)}):
+            value = vars(cls).get(name)
+            is_method = inspect.isroutine(value) or isinstance(value, property)
+            _refuse_value(cls, section, name, getattr(family, name, None))
+            if name in contract or (name in fields and not is_method):
                 continue
             for near in difflib.get_close_matches(name, contract, n=1, cutoff=SIMILARITY):
+                kind = "method" if is_method else "attribute"
                 raise ConfigError(
-                    f"{section}.name: {cls.__name__} has an unknown method '{name}'; did you mean "
+                    f"{section}.name: {cls.__name__} has an unknown {kind} '{name}'; did you mean "
                     f"{near}? If not, begin its name with an underscore"
                 )
+
+
+def _refuse_value(cls: type, section: str, name: str, of_contract: Any) -> None:
+    """Refuse a value of a class, or a field, that has the name of a method of the contract."""
+    value = vars(cls).get(name)
+    can_be_method = callable(value) or isinstance(value, staticmethod | classmethod)
+    if inspect.isroutine(of_contract) and not can_be_method:
+        raise ConfigError(
+            f"{section}.name: {cls.__name__} has a value '{name}', which is a method of the "
+            f"contract; give it another name ({class_defined_at(cls)})"
+        )
+
+
+def refuse_untyped_fields(cls: type, section: str) -> None:
+    """Check that no class gives one of its fields a value without a type, which has no effect.
+
+    Only an annotation makes a field. Without one the instances keep the default of the base class.
+
+    Args:
+        cls: a dataclass.
+        section: the section of the configuration that names it.
+
+    Raises:
+        ConfigError: it has one; names it and what to write.
+    """
+    for entry in dataclasses.fields(cls):
+        value = inspect.getattr_static(cls, entry.name, dataclasses.MISSING)
+        # A class with slots has descriptors in the place of the defaults.
+        if value is entry.default or inspect.ismemberdescriptor(value):
+            continue
+        written = f"= {value!r}" if isinstance(value, bool | int | float | str) else "= …"
+        kind = entry.type if isinstance(entry.type, str) else type(value).__name__
+        raise ConfigError(
+            f"{section}.name: {cls.__name__} sets '{entry.name}' without a type, which has no "
+            f"effect: it is a field of a base class; write `{entry.name}: {kind} {written}` "
+            f"({class_defined_at(cls)})"
+        )
 
 
 def public_names(names: Iterable[str]) -> list[str]:

@@ -99,7 +99,7 @@ def refuse_pair(client: ClientRule, server: ServerRule) -> None:
     Raises:
         ConfigError: one needs what the other does not give; names both.
     """
-    _refuse_unknown_modes(server)
+    _refuse_unknown_keys(client, server)
     pair = f"client rule '{client.name}' with server rule '{server.name}'"
     if missing := lacking(client.needs, server.provides):
         raise ConfigError(
@@ -115,9 +115,21 @@ def refuse_pair(client: ClientRule, server: ServerRule) -> None:
         raise ConfigError(f"{pair}: {why}")
 
 
-def _refuse_unknown_modes(server: ServerRule) -> None:
-    """Refuse a server rule that takes an upload in a mode that does not exist."""
+def _refuse_unknown_keys(client: ClientRule, server: ServerRule) -> None:
+    """Refuse keys that are no tuple, and a server rule that takes an upload in an unknown mode."""
     known = get_args(UploadMode)
+    for rule, name in ((client, "needs"), (client, "sends"), (server, "provides")):
+        keys = getattr(rule, name)
+        if isinstance(keys, str) or not isinstance(keys, Iterable):
+            raise ConfigError(
+                f"{half_of(rule)} rule '{rule.name}': {name} is {keys!r}; write a tuple of keys, "
+                f'such as {name} = ("x",), with the comma'
+            )
+    if not isinstance(server.uploads, Mapping):
+        raise ConfigError(
+            f"server rule '{server.name}': uploads is no mapping of keys to modes; write "
+            'uploads = {"delta": "mean"}, or a property that returns such a mapping'
+        )
     for key in server.uploads:
         for mode in lacking(modes_of(server.uploads, key), known):
             raise ConfigError(
@@ -191,6 +203,15 @@ def _refuse_unknown_parameters(
         hint = untyped(classes, key) or did_you_mean(key, known)
         reason = _of_a_replaced_half(algorithm, config, key) or f"{unknown}{hint}"
         raise ConfigError(f"algorithm.{key}: {reason}")
+    if len(classes) == 1:
+        return
+    of_client = hyperparameter_names(algorithm.client)
+    for key in parameters:
+        if key in hyperparameter_names(ServerRule) and key in of_client:
+            raise ConfigError(
+                f"algorithm.{key}: every server rule has this key, and so has "
+                f"{algorithm.client.__name__}; give that of the client rule another name"
+            )
 
 
 def _of_a_replaced_half(algorithm: Algorithm, config: Config, key: str) -> str:

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, Literal, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from raysim.config import entry_points, python_objects
 from raysim.config.explain import annotation_types, explain_validation_error
@@ -34,7 +35,11 @@ from raysim.rules.contract import (
     half_of,
 )
 from raysim.rules.errors.user_code import class_defined_at
-from raysim.rules.methods.misspelled_methods import refuse_misspelled_methods, untyped
+from raysim.rules.methods.misspelled_methods import (
+    refuse_misspelled_methods,
+    refuse_untyped_fields,
+    untyped,
+)
 from raysim.rules.rule import Rule, family
 from raysim.spelling import did_you_mean, lacking
 from raysim.system.signals import failing_as
@@ -369,6 +374,7 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
         ConfigError: a parameter is unknown, or has a wrong value; names its key.
     """
     refuse_misspelled_methods(cls, section)
+    refuse_untyped_fields(cls, section)
     known = hyperparameter_names(cls)
     for key in lacking(parameters, known):
         hint = untyped([cls], key) or did_you_mean(key, known)
@@ -383,6 +389,28 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
     failed = f"{section}.name: {cls.__name__} cannot be built"
     try:
         with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ValidationError,)):
-            return TypeAdapter(cls).validate_python(dict(parameters))
+            built = TypeAdapter(cls).validate_python(dict(parameters))
     except ValidationError as error:
         raise ConfigError(explain_validation_error(error, parameters, cls, f"{section}.")) from None
+    if section != "task":  # losses are functions, and a task of them is kept in another way
+        _check_written(section, built)
+    return built
+
+
+def _check_written(section: str, built: Any) -> None:
+    """Refuse parameters that a configuration cannot have, from which a run is resumed."""
+    for entry in dataclasses.fields(built):
+        name, value = entry.name, getattr(built, entry.name)
+        if not entry.init:
+            raise ConfigError(
+                f"{section}.name: {type(built).__name__} has the field '{name}' with init=False; "
+                "make it a property, since a configuration has all fields"
+            )
+        try:
+            to_jsonable_python(value)
+        except PydanticSerializationError:
+            raise ConfigError(
+                f"{section}.name: {type(built).__name__} has the field '{name}' with a "
+                f"{type(value).__name__}, which a configuration cannot have; make it in a method, "
+                "or a global constant"
+            ) from None

@@ -102,7 +102,8 @@ class LocalSteps:
         else:
             # `check_update` expects one call of `descend` in this step.
             task.updates = 0
-            after = rule.step(self.shared, self.state, batch, task)
+            # A copy, since a step that adds a key to its argument would not be noticed.
+            after = rule.step(self.shared, {**self.state}, batch, task)
             check_step(rule, self.state, after)
             task.check_update(rule)
             self.state = after

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from raysim.errors import ContractError
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, State
 from raysim.system.default_device import tensors_on
@@ -68,6 +69,7 @@ class LoopTrainer(Trainer):
             client_task: the task of the client.
             batches: the mini-batches of its local steps.
         """
+        versions = {key: tensor._version for key, tensor in broadcast.shared.items()}
         try:
             with tensors_on(self.model.device):
                 client = self.start.prepare(task, rule, broadcast, client_task)
@@ -76,7 +78,9 @@ class LoopTrainer(Trainer):
             # A client without examples makes no step.
             loss = torch.stack(losses).mean() if losses else self.x0.new_full((), torch.nan)
             with tensors_on(self.model.device):
-                return self.finish.update(client, state, loss, task)
+                update = self.finish.update(client, state, loss, task)
+            _check_unchanged(rule, broadcast, versions)
+            return update
         except BaseException as error:
             reraise_stop(error)
             return self.failed(client_task, error)
@@ -121,3 +125,13 @@ class LoopTrainer(Trainer):
         task.settings = client.settings
         task.logged = {**client.logged, **log.numbers()}
         return steps.state
+
+
+def _check_unchanged(rule: ClientRule, broadcast: Broadcast, versions: Mapping[str, int]) -> None:
+    """Raise ContractError if a client has changed a tensor of the broadcast in place."""
+    for key, tensor in broadcast.shared.items():
+        if tensor._version != versions[key]:
+            raise ContractError(
+                f"client rule '{rule.name}' changes shared[\"{key}\"] in place, which other "
+                "clients and the server use; write x = x + y for x += y"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from raysim.config.schema import Config
@@ -88,7 +89,7 @@ class ClientFinish:
         """Return what the rule's `finish` sends and keeps, after checking it."""
         rule = client.rule
         shared = client.broadcast.shared
-        returned = rule.finish(shared, state, client.client_state, client.data, task)
+        returned = rule.finish(shared, state, {**client.client_state}, client.data, task)
         check_finish(rule, returned)
         report, rows = returned
         logged = {f"metric/{name}": number for name, number in (task.logged or {}).items()}
@@ -131,6 +132,11 @@ class ClientFinish:
 
 
 def _cloned_at(tensors: State, vector: Tensor) -> State:
-    """Return tensors in which those that begin where `vector` lies are copies."""
-    address = vector.data_ptr()
-    return {k: v.clone() if v.data_ptr() == address else v for k, v in tensors.items()}
+    """Return tensors in which those that share memory with `vector` are copies."""
+    memory = vector.untyped_storage().data_ptr()
+    cloned = dict(tensors)
+    for key, tensor in tensors.items():
+        is_dense = tensor.layout == torch.strided
+        if is_dense and tensor.untyped_storage().data_ptr() == memory:
+            cloned[key] = tensor.clone()
+    return cloned

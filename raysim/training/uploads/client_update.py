@@ -17,6 +17,12 @@ from raysim.training.client_start import PreparedClient
 from raysim.training.messages import ClientTask
 from raysim.training.uploads.client_level_dp import UNCLIPPED
 
+STORED_TYPES = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.float32, torch.float64,
+}  # fmt: skip
+"""Types of a client's state, which is kept as NumPy arrays."""
+
 
 @dataclass
 class ClientUpdate:
@@ -90,6 +96,7 @@ def check_report(
             raise breach(rule, "finish", f"sends '{key}' {wrong}")
     expected, returned = _shapes(client_state), _shapes(kept)
     if expected == returned:
+        _check_types(rule, client_state, kept)
         return
     if not overridden(rule, ["finish"]):
         raise breach(
@@ -105,6 +112,12 @@ def check_report(
 def _check_metrics(rule: ClientRule, report: Report) -> None:
     """Check that every metric of a report is one real number."""
     for key, value in report.items():
+        if "/" in key and not key.startswith("metric/") and key not in rule.sends:
+            raise breach(
+                rule,
+                "finish",
+                f"sends '{key}', which is no metric: the name of a metric begins with metric/",
+            )
         if key.startswith("metric/") and (value.numel() != 1 or value.is_complex()):
             raise breach(
                 rule,
@@ -116,6 +129,27 @@ def _check_metrics(rule: ClientRule, report: Report) -> None:
 def _shapes(client_state: State) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of a client's state, without the engine's "seen"."""
     return {key: tuple(value.shape) for key, value in client_state.items() if key != "seen"}
+
+
+def _check_types(rule: ClientRule, client_state: State, kept: State) -> None:
+    """Check that a client's state can be stored, in the types that `state` declares."""
+    for key in client_state.keys() - {"seen"}:
+        declared, returned = client_state[key], kept[key]
+        if declared.dtype not in STORED_TYPES:
+            raise breach(
+                rule,
+                "state",
+                f"returns '{key}' as {described_tensor(declared)}, which cannot be stored; use "
+                "float32 for bfloat16, and torch.view_as_real for complex numbers",
+            )
+        if torch.promote_types(declared.dtype, returned.dtype) != declared.dtype:
+            raise breach(
+                rule,
+                "finish",
+                f"keeps '{key}' as {described_tensor(returned)}, but its `state` declares "
+                f"{described_tensor(declared)}, which cannot hold these numbers; make the two the "
+                "same",
+            )
 
 
 def _why_no_upload(value: Tensor, kind: Kind | None) -> str | None:

@@ -201,6 +201,8 @@ def check_encoded(stage: UploadStage, key: str, update: Tensor, decoded: Tensor)
             f"{described_tensor(update)}; return the update as the server decodes it, in the same "
             "shape and type, and its size in `wire_format`"
         )
+    if decoded.requires_grad:
+        raise ContractError(f"{name} returns a tensor with requires_grad; return its .detach()")
 
 
 def memory_keys(stages: Sequence[UploadStage], key: str) -> list[str]:
