@@ -664,6 +664,14 @@ data.root=3                                         | data.root           | stri
 data.download=maybe                                 | data.download       | 'maybe'
 data.augment=2                                      | data.augment        | 2
 partition=dirichlet                                 | partition.alpha     | missing
+algorithm=krum algorithm.attackers=9                | algorithm.attackers | with 9 attackers | attackers + 3 = 21, and it is | lower attackers
+algorithm=bulyan algorithm.attackers=9              | algorithm.attackers | with 9 attackers | attackers + 3 = 39, and it is | lower attackers
+client=fedavg server=dnc server.attackers=20        | server.attackers    | attackers = 20 must be below schedule.cohort = | lower attackers
+algorithm=fedasync algorithm.alpha=2                | algorithm.alpha     | at most 1 | (given: 2.0)
+algorithm=fednova algorithm.mu=500                  | algorithm.mu        | 1 / local.lr = | it is 500: lower it
+partition={name: slow_class, alpha: 1, label: 12}   | partition.label     | classes 0 to 9 (given: 12)
+partition=natural                                   | partition.name      | digits has none: take another partition, or give `users`
+partition.clients=5000                              | partition           | too many for the | lower them
 partition=dirichlet partition.alpha=0               | partition.alpha     | greater than 0
 partition=dirichlet partition.alpha=nan             | partition.alpha     | finite
 partition=dirichlet partition.alpha=.nan            | partition.alpha     | finite
