@@ -32,7 +32,8 @@ class BulyanServer(ServerRule):
         if problem.cohort < needed:
             raise ValueError(
                 f"attackers: Bulyan with {self.attackers} attackers needs schedule.cohort >= 4 "
-                f"attackers + 3 = {needed}, and it is {problem.cohort}; raise it, or lower attackers"
+                f"attackers + 3 = {needed}, and it is {problem.cohort}; raise it, or lower "
+                "attackers"
             )
 
     @property

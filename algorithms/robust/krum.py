@@ -33,7 +33,8 @@ class KrumServer(ServerRule):
         if problem.cohort < needed:
             raise ValueError(
                 f"attackers: Krum with {self.attackers} attackers needs schedule.cohort >= 2 "
-                f"attackers + 3 = {needed}, and it is {problem.cohort}; raise it, or lower attackers"
+                f"attackers + 3 = {needed}, and it is {problem.cohort}; raise it, or lower "
+                "attackers"
             )
 
     @property

@@ -254,7 +254,8 @@ class ExampleReader(FormReader):
             raise self.error(f"{key} is {users.dtype} {list(users.shape)}; {wanted}")
         if len(users) != n:
             raise self.error(
-                f"{key} has {len(users)} entries for {n} {split} examples; give one for each example"
+                f"{key} has {len(users)} entries for {n} {split} examples; give one for each of "
+                "them"
             )
         return users
 

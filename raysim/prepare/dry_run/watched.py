@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from raysim.errors import ContractError
+from raysim.errors import ContractError, place_of_error
 from raysim.models.comparison import same_values
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule, half_of, overridden
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
-from raysim.rules.errors.user_code import breach, described, place_of_error
+from raysim.rules.errors.user_code import breach, described
 from raysim.rules.losses import Loss, cross_entropy, task_loss
 from raysim.rules.methods.misspelled_methods import public_names
 from raysim.rules.methods.registry import RULES
