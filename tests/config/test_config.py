@@ -669,6 +669,7 @@ algorithm=bulyan algorithm.attackers=9              | algorithm.attackers | with
 client=fedavg server=dnc server.attackers=20        | server.attackers    | attackers = 20 must be below schedule.cohort = | lower attackers
 algorithm=fedasync algorithm.alpha=2                | algorithm.alpha     | at most 1 | (given: 2.0)
 algorithm=fednova algorithm.mu=500                  | algorithm.mu        | 1 / local.lr = | it is 500: lower it
+tracking.uri=http://                                | tracking.uri        | names no server | http://HOST:5000
 partition={name: slow_class, alpha: 1, label: 12}   | partition.label     | classes 0 to 9 (given: 12)
 partition=natural                                   | partition.name      | digits has none: take another partition, or give `users`
 partition.clients=5000                              | partition           | too many for the | lower them
