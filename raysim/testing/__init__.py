@@ -45,7 +45,7 @@ SMALL_RUN: dict[str, Any] = {
 
 @contextmanager
 def _each_message_once() -> Iterator[None]:
-    """Log each message once in this block: the runs of a check have nearly the same configuration."""
+    """Log each message once in this block: the runs of a check differ in a few keys only."""
     messages: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
