@@ -45,11 +45,6 @@ class ForgetsAll(ServerRule):
 
 
 @dataclass(frozen=True)
-class WithoutUpdate(ServerRule):
-    pass
-
-
-@dataclass(frozen=True)
 class Forgets(ForgetsAll):
     def init(self, x0, problem):
         return {"x": x0, "m": x0.clone()}
@@ -311,14 +306,6 @@ def test_a_server_rule_that_provides_what_its_init_does_not_return_is_refused(
     said = rf"provides 'mom', which its `init` does not return \(x.*forgets\.py, line {line}\)"
     with pytest.raises(ConfigError, match=rf"server\.name: server rule '{rule.lower()}' {said}"):
         prepare({**given("Plain"), "client": "fedavg", "server": f"{path}:{rule}"})
-
-
-def test_a_server_rule_without_update_is_refused(given, source):
-    server = source("forgets", FORGETS) + ":WithoutUpdate"
-    with pytest.raises(
-        ConfigError, match=r"^server\.name: .*'withoutupdate' defines no `update`; "
-    ):
-        prepare({**given("Plain"), "client": "fedavg", "server": server})
 
 
 @pytest.mark.parametrize("what", ["raises", "mismatch"])

@@ -34,7 +34,11 @@ from raysim.rules.contract import (
     half_of,
 )
 from raysim.rules.errors.user_code import class_defined_at
-from raysim.rules.methods.misspelled_methods import refuse_misspelled_methods, untyped
+from raysim.rules.methods.misspelled_methods import (
+    refuse_missing_methods,
+    refuse_misspelled_methods,
+    untyped,
+)
 from raysim.rules.rule import Rule, family
 from raysim.spelling import did_you_mean, lacking
 from raysim.system.signals import failing_as
@@ -369,6 +373,7 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
         ConfigError: a parameter is unknown, or has a wrong value; names its key.
     """
     refuse_misspelled_methods(cls, section)
+    refuse_missing_methods(cls, section)
     known = hyperparameter_names(cls)
     for key in lacking(parameters, known):
         hint = untyped([cls], key) or did_you_mean(key, known)
