@@ -164,6 +164,21 @@ def test_a_vector_of_another_length_or_float_type_is_an_upload(what, given, sour
     assert torch.isfinite(run.final["state/x"]).all()
 
 
+@pytest.mark.parametrize("where", ["step", "end"])
+def test_a_rule_that_always_sends_nan_is_refused(where, given):
+    config = given("NoNumber", {"where": where})
+    message = r"^client\.name: .*'nonumber' sends 'delta' that is NaN or infinite for each of 3 clients .*rules\.py"
+    with pytest.raises(ConfigError, match=message):
+        prepare(config)
+    # It may do so on purpose, as an attack.
+    prepare({**config, "faults": {"on_client_error": "drop"}})
+
+
+def test_nan_that_has_another_cause_is_the_runs_matter(given):
+    prepare(given("NoNumber", {"where": "few examples"}))
+    prepare(given("NoNumber", {"where": "step"}, local={"steps": 2, "batch_size": 6, "lr": 1e38}))
+
+
 def test_a_rule_that_hangs_is_the_runs_matter(given, monkeypatch, caplog):
     monkeypatch.setattr(client_rule, "DRY_RUN_TIMEOUT_S", 0.5)
     prepare(given("Slow"))
