@@ -56,7 +56,10 @@ class FedAsyncServer(ServerRule):
 
     def check(self, problem: Problem) -> None:
         if max([v for _, v in self.alpha] if isinstance(self.alpha, list) else [self.alpha]) > 1:
-            raise ValueError("alpha: must be at most 1, where the new model replaces the old one")
+            raise ValueError(
+                f"alpha: must be at most 1, where the new model replaces the old one (given: "
+                f"{self.alpha})"
+            )
         if self.lr != 1:
             raise ValueError("lr: has no place here; alpha says how much of an arrival is mixed in")
         if self.weights != "uniform":

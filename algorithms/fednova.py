@@ -72,7 +72,8 @@ class FedNovaClient(ClientRule):
             )
         if problem.lr * self.mu >= 1:
             raise ValueError(
-                f"mu: must stay below 1 / local.lr = {1 / problem.lr:g}, or local steps jump over x"
+                f"mu: must stay below 1 / local.lr = {1 / problem.lr:g}, or local steps jump over "
+                f"x; it is {self.mu:g}: lower it, or local.lr"
             )
 
     def init(self, shared: State, client_state: State, data: LocalData, task: Task) -> State:

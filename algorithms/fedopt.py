@@ -22,6 +22,7 @@ starts at tau, the same as the floor. The code also corrects the bias: m / (1 - 
 sqrt(vmax) / sqrt(1 - beta2^t). The paper's algorithm and this file do not.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -69,6 +70,7 @@ class _AdaptiveServer(ServerRule):
         """
         return {**state, "x": state["x"] + self.lr * state["m"] / (state["v"].sqrt() + self.tau)}
 
+    @abstractmethod
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
         """Return the next second moment.
 

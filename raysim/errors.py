@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
+import os
 import re
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType
 
 MAX_WORD_CHARACTERS = 300
 """Longer words in a message are shortened."""
@@ -20,6 +27,12 @@ _CONTROL = re.compile(
 )
 """Characters that control a terminal or the direction of text, except line breaks and tabs; and
 halves of surrogate pairs, which cannot be printed."""
+
+PACKAGE_FOLDER = f"{Path(__file__).parent}{os.sep}"
+"""The folder of raysim's own code."""
+SHIPPED_RULES = f"{PACKAGE_FOLDER}algorithms{os.sep}"
+STANDARD_LIBRARY = f"{Path(inspect.__file__).parent}{os.sep}"
+"""Folder of the standard library; that of installed packages may lie in it."""
 
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARACTERS + 1},}}")
 
@@ -110,6 +123,65 @@ def in_a_line(error: BaseException) -> str:
     if isinstance(error, RaysimError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def with_users_line(error: BaseException) -> str:
+    """Return an error as one line, with the line of a user's code that raised it if there is one.
+
+    Args:
+        error: an error with its traceback.
+    """
+    return in_a_line(error) + users_line(error)
+
+
+def users_line(error: BaseException) -> str:
+    """Return `place_of_error` in brackets, to append to a message; "" for no line of a user.
+
+    Args:
+        error: an error with its traceback.
+    """
+    place = place_of_error(error)
+    return f" ({place})" if place else ""
+
+
+def place_of_error(error: BaseException) -> str:
+    """Return the user's innermost line in a traceback, `file, line N: code`; "" for none.
+
+    Args:
+        error: an error with its traceback.
+    """
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if is_users(frame.f_code):
+            code = linecache.getline(frame.f_code.co_filename, line).strip()
+            return f"{readable_path(frame.f_code.co_filename)}, line {line}" + (
+                f": `{code}`" if code else ""
+            )
+    return ""
+
+
+def is_users(code: CodeType) -> bool:
+    """Return True for code outside of the engine and the libraries, and for shipped rules.
+
+    Args:
+        code: the code of a frame or of a function.
+    """
+    file = code.co_filename
+    if file.startswith(SHIPPED_RULES):
+        return True
+    if file.startswith(STANDARD_LIBRARY) and "site-packages" not in file:
+        return False
+    imported = [sys.modules[name] for name in ("torch", "numpy") if name in sys.modules]
+    libraries = [f"{os.path.dirname(str(library.__file__))}{os.sep}" for library in imported]
+    return not file.startswith((PACKAGE_FOLDER, *libraries, "<"))
+
+
+def readable_path(file: str) -> str:
+    """Return a path relative to the working directory if it lies in it.
+
+    Args:
+        file: an absolute path.
+    """
+    return file.removeprefix(f"{os.getcwd()}{os.sep}")
 
 
 @contextmanager

@@ -12,20 +12,49 @@ AnyWord = TypeVar("AnyWord")
 MIN_SIMILARITY = 0.5
 """Known words that are less similar to an unknown one are not suggested, see `difflib`."""
 
-SYNONYMS = {
-    "learning_rate": "lr",
-    "eta": "lr",
-    "step_size": "lr",
-    "local_epochs": "epochs",
-    "num_epochs": "epochs",
-    "local_steps": "steps",
-    "num_steps": "steps",
-    "clip": "max_grad_norm",
-    "num_rounds": "rounds",
-    "num_clients": "clients",
-    "early_stopping": "stop",
+COMMON_NAMES = {
+    word: key
+    for words, key in {
+        "loss loss_fn loss_function criterion objective": "task",
+        "learning_rate client_lr client_learning_rate local_lr local_learning_rate eta eta_l "
+        "step_size": "local.lr",
+        "lr_schedule lr_scheduler scheduler": "local.lr",
+        "server_lr server_learning_rate global_lr global_learning_rate eta_g": "algorithm.lr",
+        "server_momentum": "algorithm.beta1",
+        "mu proximal_mu prox_mu": "algorithm.mu",
+        "local_epochs num_epochs client_epochs local_num_epochs E": "local.epochs",
+        "local_steps num_steps": "local.steps",
+        "batch batchsize local_batch_size train_batch_size train_bs local_bs": "local.batch_size",
+        "clip max_norm grad_clip clip_grad clip_grad_norm": "local.max_grad_norm",
+        "client_optimizer optim": "local.optimizer",
+        "dataset dataset_name data_name": "data",
+        "num_clients n_clients num_users num_partitions num_supernodes client_num_in_total "
+        "total_clients": "partition.clients",
+        "dirichlet dirichlet_alpha partition_alpha": "partition.alpha",
+        "clients_per_round client_num_per_round num_clients_per_round cohort_size "
+        "min_fit_clients client_fraction fraction fraction_fit fraction_train join_ratio frac "
+        "participation_rate sample_fraction sample_rate C": "schedule.cohort",
+        "num_rounds n_rounds num_server_rounds global_rounds comm_round communication_rounds "
+        "central_num_iterations": "rounds",
+        "net network module": "model",
+        "strategy aggregator aggregation method defence defense server_optimizer": "algorithm",
+        "attack attacks attacker attackers adversary malicious byzantine": "groups",
+        "epsilon dp differential_privacy": "privacy",
+        "sigma": "privacy.noise_multiplier",
+        "early_stopping": "stop",
+        "eval_every eval_gap evaluation_frequency frequency_of_the_test test_every": (
+            "evaluate.every"
+        ),
+        "fraction_evaluate": "evaluate.clients.sample",
+        "gpu device num_gpus": "resources.gpus",
+        "num_workers workers num_actors": "resources.actors",
+        "output_dir save_dir save_folder_name log_dir out_dir": "run_dir",
+        "mlflow": "tracking",
+        "wandb tensorboard": "tracking.also",
+    }.items()
+    for word in words.split()
 }
-"""Usual words for a key, and the word that a message suggests if it is a known one."""
+"""Names that other libraries and papers give to keys, and the key."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -40,7 +69,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         most 40; "" if there is nothing to suggest.
     """
     known = sorted(map(str, known))
-    near = [s for s in (SYNONYMS.get(str(word)),) if s in known]
+    common = COMMON_NAMES.get(str(word), "").rpartition(".")[2]
+    near = [common] if common in known else []
     near = near or nearest_words(str(word), known)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     return f"{hint} (known: {', '.join(known)})" if known and len(known) <= 40 else hint

@@ -28,8 +28,13 @@ class BulyanServer(ServerRule):
     """f, the number of attackers in a round of at least 4 f + 3 clients."""
 
     def check(self, problem):
-        if problem.cohort < 4 * self.attackers + 3:
-            raise ValueError("attackers: Bulyan needs schedule.cohort >= 4 attackers + 3")
+        needed = 4 * self.attackers + 3
+        if problem.cohort < needed:
+            raise ValueError(
+                f"attackers: Bulyan with {self.attackers} attackers needs schedule.cohort >= 4 "
+                f"attackers + 3 = {needed}, and it is {problem.cohort}; raise it, or lower "
+                "attackers"
+            )
 
     @property
     def uploads(self):

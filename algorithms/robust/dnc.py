@@ -34,8 +34,12 @@ class DnCServer(ServerRule):
     """Number of iterations."""
 
     def check(self, problem):
-        if int(self.filter * self.attackers) >= problem.cohort:
-            raise ValueError("attackers: filter * attackers must be below schedule.cohort")
+        n_filtered = int(self.filter * self.attackers)
+        if n_filtered >= problem.cohort:
+            raise ValueError(
+                f"attackers: filter * attackers = {n_filtered} must be below schedule.cohort = "
+                f"{problem.cohort}; lower attackers or filter, or raise the cohort"
+            )
 
     def update(self, state, reports):
         deltas, rng = reports.per_client("delta"), reports.rng("coordinates")

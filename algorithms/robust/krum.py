@@ -29,8 +29,13 @@ class KrumServer(ServerRule):
     """Number of updates that are averaged. 1 is Krum."""
 
     def check(self, problem):
-        if problem.cohort < 2 * self.attackers + 3:
-            raise ValueError("attackers: Krum needs schedule.cohort >= 2 attackers + 3")
+        needed = 2 * self.attackers + 3
+        if problem.cohort < needed:
+            raise ValueError(
+                f"attackers: Krum with {self.attackers} attackers needs schedule.cohort >= 2 "
+                f"attackers + 3 = {needed}, and it is {problem.cohort}; raise it, or lower "
+                "attackers"
+            )
 
     @property
     def uploads(self):

@@ -11,7 +11,11 @@ import errno
 import gc
 import logging
 import os
+import re
 import sys
+from typing import Any
+
+import typer
 
 from raysim.cli.base import app
 from raysim.cli.terminal import LogFormatter, say
@@ -26,6 +30,9 @@ from raysim.cli import run_resume, sweep, jobs, report, ledger  # noqa: F401
 from raysim.cli import bench_theory_attacks, list_data_doctor, ui  # noqa: F401
 from raysim.cli.pages import authoring  # noqa: F401
 
+UsageError: Any = typer.BadParameter.__base__
+"""Mistake on the command line; a class of Click, or of the copy of Click in newer Typers."""
+
 
 def main() -> None:
     """Execute the command line and print errors without a traceback."""
@@ -35,7 +42,12 @@ def main() -> None:
     try:
         versions.check_versions()
         _warn_of_repeated_keys(sys.argv[1:])
-        app()
+        # Typer would print its own errors in a box.
+        code = app(standalone_mode=False)
+    except UsageError as error:
+        if text := _usage_text(error):
+            say(f"error: {text}", file=sys.stderr)
+        sys.exit(ConfigError.exit_code)
     except RaysimError as error:
         # How to go on stands with the run's folder; standard error has the error alone.
         for note in getattr(error, "__notes__", ()):
@@ -44,10 +56,6 @@ def main() -> None:
         if _folder_is_gone():
             say(FOLDER_IS_GONE, file=sys.stderr)
         sys.exit(error.exit_code)
-    except SystemExit as end:
-        if end.code == ConfigError.exit_code and (key := _key_with_dashes(sys.argv[1:])):
-            say(f"error: --{key} is a key of the configuration; write {key}=VALUE", file=sys.stderr)
-        raise
     except OSError as error:
         if isinstance(error, FileNotFoundError) and _folder_is_gone():
             say(f"error: {FOLDER_IS_GONE}", file=sys.stderr)
@@ -59,6 +67,18 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(ConfigError.exit_code)
+    if code:
+        sys.exit(code)
+
+
+def _usage_text(error: Any) -> str:
+    """Return a mistake on the command line in one line; "" if the help was printed instead."""
+    if key := _key_with_dashes(sys.argv[1:]):
+        return f"--{key} is a key of the configuration; write {key}=VALUE"
+    text = error.format_message().rstrip(".").replace(". Did you mean", "; did you mean")
+    text = re.sub(r" \(Possible options: (.*)\)$", r"; did you mean \1?", text)
+    help_command = f" (`{error.ctx.command_path} --help`)" if error.ctx else ""
+    return f"{text[0].lower()}{text[1:]}{help_command}" if text else ""
 
 
 FOLDER_IS_GONE = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import shlex
 import typing
@@ -18,7 +19,7 @@ from raysim.config.sections.learning_rate import WarmupSchedule
 from raysim.config.sections.local import Local
 from raysim.config.sections.schedule import Clocked, Sync
 from raysim.errors import ConfigError
-from raysim.spelling import did_you_mean, nearest_words
+from raysim.spelling import COMMON_NAMES, did_you_mean, nearest_words
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -32,27 +33,11 @@ SECTIONS_IN: dict[str, type[Section]] = {
 }
 """Parents of the sections that are not on the top level."""
 
-COMMON_NAMES = {
-    "loss loss_fn loss_function criterion objective": "task",
-    "learning_rate client_lr local_lr local_learning_rate": "local.lr",
-    "num_clients n_clients num_users num_partitions num_supernodes": "partition.clients",
-    "clients_per_round": "schedule.cohort",
-    "dirichlet_alpha": "partition.alpha",
-    "local_epochs num_epochs client_epochs": "local.epochs",
-    "local_steps": "local.steps",
-    "batch batchsize": "local.batch_size",
-    "clip max_norm": "local.max_grad_norm",
-    "num_rounds n_rounds global_rounds comm_round communication_rounds": "rounds",
-    "net network module": "model",
-    "strategy aggregator aggregation method defence defense": "algorithm",
-    "attack attacks attacker attackers adversary malicious byzantine": "groups",
-    "gpu device num_gpus": "resources.gpus",
-    "num_workers workers actors num_actors": "resources.actors",
-}
-"""Names that other libraries and papers give to keys, and the key."""
+MISTYPED_SIMILARITY = 0.85
+"""From this similarity on, see `difflib`, an unknown key is a key of its own section, mistyped."""
 
 MAX_HINTS = 3
-"""Largest number of full names that are suggested for a key without its section."""
+"""Largest number of full names that are suggested for an unknown key."""
 
 
 def shared_keys(section: str, before: str, name: str) -> set[str]:
@@ -230,9 +215,7 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
     kind = item["type"]
     *above, last = path or [""]
     if kind in _UNKNOWN:
-        hint = None if above else _in_a_section(last, model)
-        hint = hint or did_you_mean(last, _fields(_section_at(model, above, raw)))
-        return [], _whose(above, raw) + hint
+        return [], _whose(above, raw) + _unknown_key_hint(path, model, raw)
     if kind in _MISSING:
         values = _choices_of_key(model, above, last, raw)
         return [], "missing; give it in the file or as " + " or ".join(
@@ -293,15 +276,45 @@ def top_level_hint(word: str, more: Iterable[str] = ()) -> str:
         word: the unknown key.
         more: keys that are known there beside those of a run.
     """
-    return _in_a_section(word, Config) or did_you_mean(word, [*Config.model_fields, *more])
+    return _unknown_key_hint([word], Config, {}, more)
 
 
-def keys_with_sections(word: str, model: type = Config) -> list[str]:
-    """Return the keys called `word` in the sections of a model, with dots.
+def _unknown_key_hint(path: list[str], model: Any, raw: Any, more: Iterable[str] = ()) -> str:
+    """Return the hint for an unknown key: the same word in another section, or a similar one."""
+    *above, word = path
+    section = _section_at(model, above, raw)
+    known = [*_fields(section), *more]
+    common = COMMON_NAMES.get(word, "")
+    is_method_key = model is Config and common.startswith("algorithm.")
+    is_own = bool(above) and common.rpartition(".")[2] in known
+    if is_own or difflib.get_close_matches(word, known, cutoff=MISTYPED_SIMILARITY):
+        return did_you_mean(word, known)
+    if kinds := _kinds_with(path, model, raw):
+        return f"; {' and '.join(kinds)} {'have' if len(kinds) > 1 else 'has'} it"
+    if is_method_key or common in _dotted_keys(model):
+        return f"; did you mean {common}?"
+    inside = [".".join([*above, key]) for key in keys_with_sections(word, section)]
+    nearest = dict.fromkeys([*inside, *keys_with_sections(word, model)])
+    if nearest:
+        return f"; did you mean {' or '.join([*nearest][:MAX_HINTS])}?"
+    return did_you_mean(word, known)
+
+
+def _kinds_with(path: list[str], model: Any, raw: Any) -> list[str]:
+    """Return the other kinds of a section, such as `partition=iid`, that have the key of a path."""
+    *above, word = path
+    field = _fields(_section_at(model, above[:-1], raw)).get(above[-1]) if above else None
+    sections = _sections(annotation_types(field.annotation)) if field else []
+    with_key = [section for section in sections if word in section.model_fields]
+    return [f"{'.'.join(above)}={name}" for section in with_key for name in _key_names(section)]
+
+
+def keys_with_sections(word: str, model: Any = Config) -> list[str]:
+    """Return the keys called `word` in a model and its sections, with dots.
 
     Args:
         word: the last part of a key, such as `lr`.
-        model: the model, by default the whole configuration.
+        model: the model, by default the whole configuration; anything else has no keys.
 
     Returns:
         Those in the fewest sections inside one another, such as `local.lr`; [] if there are none.
@@ -311,21 +324,14 @@ def keys_with_sections(word: str, model: type = Config) -> list[str]:
     return [key for key in full if key.count(".") == depth]
 
 
-def _in_a_section(word: str, model: type) -> str | None:
-    """Return the hint for a key that lacks its section, such as `lr`; None if unknown."""
-    elsewhere = [key for names, key in COMMON_NAMES.items() if word in names.split()]
-    nearest = keys_with_sections(word, model) or elsewhere
-    return f"; did you mean {' or '.join(nearest[:MAX_HINTS])}?" if nearest else None
-
-
 def _dotted_keys(model: Any, above: str = "") -> list[str]:
-    """Return the keys of the sections inside a section, with dots."""
+    """Return the keys of a section and of the sections inside it, with dots."""
     keys: dict[str, None] = {}
-    for name, field in model.model_fields.items():
+    for name, field in _fields(model).items():
+        keys[f"{above}{name}"] = None
+        users_name = "NAME." if typing.get_origin(field.annotation) is dict else ""
         for section in _sections(annotation_types(field.annotation)):
-            inside = f"{above}{name}."
-            keys |= {f"{inside}{key}": None for key in section.model_fields}
-            keys |= dict.fromkeys(_dotted_keys(section, inside))
+            keys |= dict.fromkeys(_dotted_keys(section, f"{above}{name}.{users_name}"))
     return list(keys)
 
 

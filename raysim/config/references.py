@@ -34,7 +34,7 @@ from typing import Any
 from raysim.config import python_objects
 from raysim.config.distributions import distribution_of
 from raysim.config.shipped_files import FOLDER, shipped_files
-from raysim.errors import ConfigError, with_cause
+from raysim.errors import ConfigError, users_line, with_cause
 from raysim.spelling import nearest_words
 from raysim.system.signals import reraise_stop
 from raysim.system.torchvision_operators import import_declaring_operators
@@ -113,7 +113,7 @@ def _failed_import(where: str, key: str, error: BaseException) -> ConfigError:
                 f"{key}: {where}, line {line}: put @dataclass(frozen=True) above class "
                 f"{cls.__name__}: a rule is a frozen dataclass"
             )
-    return ConfigError(f"{key}: {where} fails on import: {with_cause(error)}")
+    return ConfigError(f"{key}: {where} fails on import: {with_cause(error)}{users_line(error)}")
 
 
 def load_file(where: str, key: str) -> ModuleType:

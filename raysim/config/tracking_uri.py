@@ -97,6 +97,8 @@ def absolute_uri(uri: str) -> str:
         raise ConfigError(
             f"tracking.uri: MLflow knows no '{scheme}://'; use one of {', '.join(USABLE_ADDRESSES)}"
         )
+    if uri.rstrip("/") in ("http:", "https:"):
+        raise ConfigError(f"tracking.uri: '{uri}' names no server; write {scheme}://HOST:5000")
     if scheme == "file" or not (separator or uri.startswith("databricks")):
         raise ConfigError(
             f"tracking.uri: '{mask_secrets(uri)}' is a folder, which MLflow no longer writes to; "

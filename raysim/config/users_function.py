@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raysim.config.references import load_object, place_of
-from raysim.errors import ConfigError, in_a_line
+from raysim.config.references import load_object
+from raysim.errors import ConfigError, with_users_line
 from raysim.spelling import did_you_mean, lacking
 from raysim.system.signals import reraise_stop
 
@@ -51,9 +50,7 @@ def users_function(
             raise
         except BaseException as error:
             reraise_stop(error)
-            raise ConfigError(
-                f"{section}.name: {name} failed{_line_of(error)}: {in_a_line(error)}"
-            ) from None
+            raise ConfigError(f"{section}.name: {name} failed: {with_users_line(error)}") from None
 
     return call
 
@@ -80,12 +77,3 @@ def _check_arguments(
     for key in lacking(known, keys):
         if named[key].default is inspect.Parameter.empty:
             raise ConfigError(f"{section}.{key}: missing; '{name}' needs it")
-
-
-def _line_of(error: BaseException) -> str:
-    """Return " in line N of FILE" for the last frame in a user's file; "" if there is none."""
-    place = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if file := place_of(frame.f_globals.get("__name__", "")):
-            place = f" in line {line} of {file}"
-    return place

@@ -21,7 +21,7 @@ from raysim.config.references import load_file, load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named, as_names
 from raysim.data.several_inputs import Inputs, set_inputs, shapes_of
-from raysim.errors import ConfigError, in_a_line, with_cause
+from raysim.errors import ConfigError, in_a_line, users_line, with_cause
 from raysim.models.initial.start import freeze, load_weights
 from raysim.models.nets.zoo import NETS
 from raysim.randomness import generator
@@ -307,7 +307,9 @@ def _built(name: str, build: Callable[[], Any]) -> nn.Module:
         raise
     except BaseException as error:
         reraise_stop(error)
-        raise ConfigError(f"model.name: '{name}' cannot be built: {with_cause(error)}") from None
+        raise ConfigError(
+            f"model.name: '{name}' cannot be built: {with_cause(error)}{users_line(error)}"
+        ) from None
     if not isinstance(net, nn.Module):
         raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module")
     _refuse_without_init(net)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,7 @@ class ClientSampling:
     arguments and its fields.
     """
 
+    @abstractmethod
     def sample(
         self, pool: ClientPool, size: int, t: int, rng: np.random.Generator
     ) -> Sequence[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
@@ -202,6 +203,7 @@ class ServerRule(Rule):
         """
         return state
 
+    @abstractmethod
     def update(self, state: State, reports: Reports) -> State:
         """Return the state after a round.
 

@@ -8,6 +8,7 @@ the wire is counted as `bytes_up`, by the `WireFormat` that each stage derives f
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self
@@ -99,6 +100,7 @@ class UploadStage:
         """
         return True
 
+    @abstractmethod
     def encode(self, update: Tensor, rng: np.random.Generator) -> Tensor:
         """Return the update as the server decodes it.
 

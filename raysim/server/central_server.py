@@ -35,7 +35,7 @@ from raysim.server.update_checks import (
     errors_name_rule,
 )
 from raysim.server.update_steps import UpdateStep
-from raysim.system.default_device import brought_to, tensors_on
+from raysim.system.default_device import tensors_on
 from raysim.training.messages import Broadcast, WorkerResult
 
 T = TypeVar("T")
@@ -172,7 +172,6 @@ class Server:
             self.buffers = buffers.clone()
             check_tensors(rule, "init", self.state)
             check_state(rule, "init", {"x": x0}, {"x": self.state.get("x", x0)})
-            self.state = brought_to(self.state, self.device)
         self.cohort = Cohort(0, [], problem.n_nonempty, seed=problem.seed)
         self.evaluated: Tensor | None = None
         """[P], the parameters that the last broadcast has for evaluation alone."""
@@ -251,11 +250,10 @@ class Server:
                 # A round without clients only asks for the model: at the end, or for candidates.
                 state = rule.before_round({**self.state}, self.cohort)
                 check_state(rule, "before_round", self.state, state)
-                self.state = brought_to(state, self.device)
+                self.state = state
                 self.admitted = Prepared(following.t, self.cohort.metrics)
             shared = rule.broadcast({**self.state})
             check_tensors(rule, "broadcast", shared)
-            shared = brought_to(shared, self.device)
             evaluated = None
             if overridden(rule, ["for_evaluation"]):
                 evaluated = rule.for_evaluation({**self.state})
@@ -304,7 +302,6 @@ class Server:
             state = rule.update({**self.state}, reports)
             check_update(rule, round.t, self.state, state, reports)
             check_unchanged(rule, "update", provided, versions)
-            state = brought_to(state, self.device)
         for step in self.steps:
             state = step.after(self.state, state)
         self.state = state

@@ -10,12 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from raysim.errors import is_users
 
 FACTORIES: frozenset[Callable[..., Tensor]] = frozenset(
     {
@@ -32,13 +33,6 @@ CONVERSIONS: frozenset[Callable[..., Tensor]] = frozenset(
 """Functions that make a tensor of numbers in the host's memory."""
 
 MAKERS = FACTORIES | CONVERSIONS
-
-
-OWN_CODE = ("raysim.", "torch.")
-"""Beginnings of the names of modules whose calls mean the CPU if they name no device."""
-
-METHODS = "raysim.algorithms."
-"""Beginning of the names of shipped methods' modules, which are written like users' files."""
 
 
 class _TensorsOn(TorchFunctionMode):
@@ -62,7 +56,7 @@ class _TensorsOn(TorchFunctionMode):
         """Call a function of PyTorch."""
         kwargs = dict(kwargs or {})
         is_named = kwargs.get("device") is not None or kwargs.get("generator") is not None
-        if func in MAKERS and not is_named and _is_users(sys._getframe(1)):
+        if func in MAKERS and not is_named and is_users(sys._getframe(1).f_code):
             if func in FACTORIES:
                 kwargs["device"] = self.device
             else:
@@ -70,12 +64,6 @@ class _TensorsOn(TorchFunctionMode):
                 # PyTorch takes single numbers of the host together with tensors of any device.
                 return made.to(self.device) if made.ndim else made
         return func(*args, **kwargs)
-
-
-def _is_users(frame: FrameType) -> bool:
-    """Return whether a frame is of users' code, or of a shipped method."""
-    module = frame.f_globals.get("__name__", "")
-    return module.startswith(METHODS) or not module.startswith(OWN_CODE)
 
 
 def tensors_on(device: torch.device) -> AbstractContextManager[object]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from raysim.errors import in_a_line
+from raysim.errors import with_users_line
 
 HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run."""
@@ -160,7 +160,7 @@ def failing_as(
     Signals that end the run pass unchanged.
 
     Args:
-        error_of: returns the error for the reason, in one line.
+        error_of: returns the error for the reason, in one line that names the user's line.
         passing: exceptions that pass unchanged too.
     """
     try:
@@ -169,7 +169,7 @@ def failing_as(
         raise
     except BaseException as error:
         reraise_stop(error)
-        raise error_of(in_a_line(error)) from None
+        raise error_of(with_users_line(error)) from None
 
 
 def _came_from_a_handler(error: BaseException) -> bool:

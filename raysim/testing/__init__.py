@@ -11,8 +11,10 @@ what differs. `pytest --pyargs raysim.testing` checks the methods of all install
 
 from __future__ import annotations
 
+import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from raysim.errors import ConfigError
@@ -41,6 +43,29 @@ SMALL_RUN: dict[str, Any] = {
 """Configuration of the checks' runs; keys that a check is given replace its keys."""
 
 
+@contextmanager
+def _each_message_once() -> Iterator[None]:
+    """Log each message once in this block: the runs of a check differ in a few keys only."""
+    messages: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        known = message in messages
+        messages.add(message)
+        return not known
+
+    # A filter of a logger does not see the records of the loggers below it.
+    loggers = [logging.getLogger(name) for name in ("raysim", "raysim.notes")]
+    for logger in loggers:
+        logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_new)
+
+
+@_each_message_once()
 def check_method(algorithm: str | Mapping[str, Any], *, actors: int = 0, **keys: Any) -> RunResult:
     """Check a method in all ways of this module.
 
@@ -64,6 +89,7 @@ def check_method(algorithm: str | Mapping[str, Any], *, actors: int = 0, **keys:
     return result
 
 
+@_each_message_once()
 def check_captures(rtol: float = 1e-8, **keys: Any) -> RunResult:
     """Check that clients get the same update in mode loop and on lanes, as on a GPU.
 
@@ -89,6 +115,7 @@ def check_captures(rtol: float = 1e-8, **keys: Any) -> RunResult:
     return loop
 
 
+@_each_message_once()
 def check_resume(**keys: Any) -> None:
     """Check that a run that is stopped after its first round and resumed has the same bits.
 
@@ -106,6 +133,7 @@ def check_resume(**keys: Any) -> None:
     assert_same(whole, resumed, "an uninterrupted run", "one that was resumed")
 
 
+@_each_message_once()
 def check_actors(actors: int = 2, **keys: Any) -> None:
     """Check that a run on Ray actors has the bits of one in this process. It takes some seconds.
 
@@ -122,6 +150,7 @@ def check_actors(actors: int = 2, **keys: Any) -> None:
     assert_same(_train(keys), on_ray, "this process", f"{actors} actors")
 
 
+@_each_message_once()
 def check_reduction(first: Mapping[str, Any], second: Mapping[str, Any], rtol: float = 0.0) -> None:
     """Check that two configurations train the same model, such as a method without its new term.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raysim.data import Examples
-from raysim.errors import RaysimError, in_a_line
+from raysim.errors import RaysimError, with_users_line
 from raysim.models.flat import BoundModel
 from raysim.rules.batch import Batch
 from raysim.rules.losses import Net
@@ -104,7 +104,7 @@ def _named(metric: TaskMetric) -> Iterator[None]:
     except RaysimError:
         raise
     except Exception as error:
-        raise RaysimError(f"metric '{metric.name}' failed: {in_a_line(error)}") from error
+        raise RaysimError(f"metric '{metric.name}' failed: {with_users_line(error)}") from error
 
 
 def _outputs(net: BoundModel, buffers: Tensor, x: Tensor, predict: Predict | None) -> Tensor:

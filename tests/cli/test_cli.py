@@ -403,8 +403,12 @@ def test_mistakes_of_other_commands(raysim_):
 
 
 def test_a_dead_server_is_one_message(raysim_, small, caplog):
-    said = raysim_("run", small, "tracking.uri=http://127.0.0.1:9")
+    said = raysim_("run", small, "tracking.uri=http://127.0.0.1:9", "run_dir=first")
     assert said.code == 1 and said.err.startswith("error: tracking.uri: ") and not caplog.records
+    # The run has a folder, from which it can be tried again.
+    again = raysim_("resume", "first")
+    assert again.code == 1 and again.err.startswith("error: tracking.uri: ")
+    assert raysim_("resume", "first", "tracking.uri=sqlite:///mlflow.db").code == 0
 
 
 def test_an_unknown_configuration(raysim_):
@@ -421,20 +425,32 @@ def test_a_taken_run_dir(raysim_, small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("command", "error"),
     [
-        ["run"],
-        ["rnu"],
-        ["run", "quickstart", "--jsn"],
-        ["resume"],
-        ["data", "show"],
-        ["data", "shwo"],
+        ("runn quickstart", r"no such command 'runn'; did you mean 'run'\? \(`\S+ --help`\)"),
+        (
+            "report tabel",
+            r"no such command 'tabel'; did you mean 'table'\? \(`\S+ report --help`\)",
+        ),
+        ("resume --jsn x", r"no such option: --jsn; did you mean --json\? \(`\S+ resume --help`\)"),
+        ("run quickstart --verbos", r"no such option: --verbos \(`\S+ run --help`\)"),
+        ("data show", r"missing argument 'name' .*"),
+        ("data shwo", r"no such command 'shwo'; did you mean 'show'\? .*"),
+        ("run", r"missing argument 'config' \(`\S+ run --help`\)"),
+        ("ui --port x", r"invalid value for '--port': .* valid integer.*"),
+        ("run quickstart --seed=3", r"--seed is a key of the configuration; write seed=VALUE"),
     ],
-    ids=" ".join,
 )
-def test_a_wrong_command_line(raysim_, arguments):
-    said = raysim_(*arguments)
-    assert said.code == 2 and "Usage" in said.err and "Traceback" not in said.err
+def test_a_mistake_on_the_command_line_is_one_line(raysim_, command, error):
+    said = raysim_(*command.split())
+    assert (said.code, said.out) == (2, "")
+    assert re.fullmatch(f"error: {error}\n", said.err), said.err
+
+
+def test_commands_without_arguments_print_their_help(raysim_):
+    for command in ([], ["report"]):
+        said = raysim_(*command)
+        assert said.code == 2 and "--help" in said.out and not said.err
 
 
 def test_a_run_that_fails_is_code_1(raysim_, small):

@@ -622,7 +622,7 @@ data.nam=digits                                     | data.nam            | 'nam
 partition.client=4                                  | partition.client    | 'clients'
 schedule.cohrot=3                                   | schedule.cohrot     | 'cohort'
 local.step=3                                        | local.step          | 'steps'
-local.momentum=0.9                                  | local.momentum      | known: accumulate
+local.momentum=0.9                                  | local.momentum      | local.optimizer.momentum?
 faults.on_error=stop                                | faults.on_error     | 'on_client_error'
 resources.actor=2                                   | resources.actor     | 'actors'
 batching.siz=3                                      | batching.siz        | 'size'
@@ -664,6 +664,15 @@ data.root=3                                         | data.root           | stri
 data.download=maybe                                 | data.download       | 'maybe'
 data.augment=2                                      | data.augment        | 2
 partition=dirichlet                                 | partition.alpha     | missing
+algorithm=krum algorithm.attackers=9                | algorithm.attackers | with 9 attackers | attackers + 3 = 21, and it is | lower attackers
+algorithm=bulyan algorithm.attackers=9              | algorithm.attackers | with 9 attackers | attackers + 3 = 39, and it is | lower attackers
+client=fedavg server=dnc server.attackers=20        | server.attackers    | attackers = 20 must be below schedule.cohort = | lower attackers
+algorithm=fedasync algorithm.alpha=2                | algorithm.alpha     | at most 1 | (given: 2.0)
+algorithm=fednova algorithm.mu=500                  | algorithm.mu        | 1 / local.lr = | it is 500: lower it
+tracking.uri=http://                                | tracking.uri        | names no server | http://HOST:5000
+partition={name: slow_class, alpha: 1, label: 12}   | partition.label     | classes 0 to 9 (given: 12)
+partition=natural                                   | partition.name      | digits has none: take another partition, or give `users`
+partition.clients=5000                              | partition           | too many for the | lower them
 partition=dirichlet partition.alpha=0               | partition.alpha     | greater than 0
 partition=dirichlet partition.alpha=nan             | partition.alpha     | finite
 partition=dirichlet partition.alpha=.nan            | partition.alpha     | finite

@@ -45,7 +45,7 @@ def notes(base, ragged, caplog):
         ({"algorithm": {"name": "trimmed_mean", "beta": 0.05}, "cohort": 20}, "set algorithm.beta=0.2"),
         (
             {"algorithm": "bulyan"},
-            "algorithm.attackers=2 is refused (attackers: Bulyan needs schedule.cohort >= 4 attackers + 3)",
+            "algorithm.attackers=2 is refused (attackers: Bulyan with 2 attackers needs schedule.cohort >= 4 attackers + 3 = 11, and it is 10; raise it, or lower attackers)",
         ),
         ({"algorithm": "trimmed_mean", "share": 0.6}, "algorithm.beta=0.6 is refused (algorithm.beta: input should be less than 0.5 (given: 0.6))"),
     ],

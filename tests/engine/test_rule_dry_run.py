@@ -45,11 +45,6 @@ class ForgetsAll(ServerRule):
 
 
 @dataclass(frozen=True)
-class WithoutUpdate(ServerRule):
-    pass
-
-
-@dataclass(frozen=True)
 class Forgets(ForgetsAll):
     def init(self, x0, problem):
         return {"x": x0, "m": x0.clone()}
@@ -167,6 +162,21 @@ def test_a_vector_of_another_length_or_float_type_is_an_upload(what, given, sour
     server = source("rules", RULES) + ":Takes"
     run, _ = engine(given("Sends", {"what": what}, server=server))
     assert torch.isfinite(run.final["state/x"]).all()
+
+
+@pytest.mark.parametrize("where", ["step", "end"])
+def test_a_rule_that_always_sends_nan_is_refused(where, given):
+    config = given("NoNumber", {"where": where})
+    message = r"^client\.name: .*'nonumber' sends 'delta' that is NaN or infinite for each of 3 clients .*rules\.py"
+    with pytest.raises(ConfigError, match=message):
+        prepare(config)
+    # It may do so on purpose, as an attack.
+    prepare({**config, "faults": {"on_client_error": "drop"}})
+
+
+def test_nan_that_has_another_cause_is_the_runs_matter(given):
+    prepare(given("NoNumber", {"where": "few examples"}))
+    prepare(given("NoNumber", {"where": "step"}, local={"steps": 2, "batch_size": 6, "lr": 1e38}))
 
 
 def test_a_rule_that_hangs_is_the_runs_matter(given, monkeypatch, caplog):
@@ -311,14 +321,6 @@ def test_a_server_rule_that_provides_what_its_init_does_not_return_is_refused(
     said = rf"provides 'mom', which its `init` does not return \(x.*forgets\.py, line {line}\)"
     with pytest.raises(ConfigError, match=rf"server\.name: server rule '{rule.lower()}' {said}"):
         prepare({**given("Plain"), "client": "fedavg", "server": f"{path}:{rule}"})
-
-
-def test_a_server_rule_without_update_is_refused(given, source):
-    server = source("forgets", FORGETS) + ":WithoutUpdate"
-    with pytest.raises(
-        ConfigError, match=r"^server\.name: .*'withoutupdate' defines no `update`; "
-    ):
-        prepare({**given("Plain"), "client": "fedavg", "server": server})
 
 
 @pytest.mark.parametrize("what", ["raises", "mismatch"])

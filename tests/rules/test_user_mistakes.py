@@ -71,6 +71,33 @@ def test_a_misspelled_method_of_a_server_rule_is_refused(mine):
     assert "did you mean update?" in refused(mine(code))
 
 
+@pytest.mark.parametrize(
+    ("base_class", "key", "missing"),
+    [
+        ("rules.ServerRule", "server.name", "update(self, state, reports)"),
+        ("rules.ClientSampling", "schedule.sampling.name", "sample(self, pool, size, t, rng)"),
+        ("rules.LearningTask", "task.name", "loss(self, outputs, batch)"),
+        ("rules.UploadStage", "local.upload.0.name", "encode(self, update, rng)"),
+        ("algorithms.fedopt._AdaptiveServer", "server.name", "second_moment(self, v, squared)"),
+    ],
+)
+def test_a_class_without_a_method_that_it_must_define_is_refused(base_class, key, missing, mine):
+    module = base_class.rpartition(".")[0]
+    code = (
+        f"import raysim.{module}\n\n\n@dataclass(frozen=True)\nclass Mine(raysim.{base_class}):\n"
+    )
+    config = mine(code + "    other = 1\n")
+    path = config.pop("algorithm")["name"]
+    section = key.removesuffix(".name")
+    given = {"client": "fedavg", "server": "fedavg", section: path}
+    if section == "local.upload.0":
+        given = {"client": "fedavg", "server": "fedavg", "local.upload": [path]}
+    method = missing.partition("(")[0]
+    assert refused(config, given) == (
+        f"{key}: Mine defines no `{method}`; write one, `def {missing}`"
+    )
+
+
 STATE_ONLY = """
 @dataclass(frozen=True)
 class Mine(ClientRule):

@@ -225,7 +225,8 @@ def test_what_a_property_raises_is_a_mistake_in_the_rule(config, source, kind, h
 def test_what_a_net_raises_is_its_failure(config, engine, source, hook, message, error):
     net = source("net", NET.format(hook=hook, error=error))
     config |= {"model": f"{net}:Mine", "evaluate": {"every": 1}, "batching": {"mode": "loop"}}
-    with pytest.raises(RaysimError, match=message + f".*{named(error)}"):
+    line = r"net\.py, line \d+: `raise "
+    with pytest.raises(RaysimError, match=message + f".*{named(error)}.*{line}"):
         engine(config)
 
 
@@ -234,7 +235,10 @@ def test_what_a_file_raises_on_import_is_its_failure(config, source, error):
     rule = source(
         "leaves", f"from asyncio import CancelledError\nOdd = BaseException\nraise {error}"
     )
-    message = rf"algorithm.name: .* fails on import: (.*{named(error)}|BaseException)"
+    message = (
+        rf"algorithm.name: .* fails on import: (.*{named(error)}|BaseException)"
+        r".*leaves\.py, line 3: `raise "
+    )
     with stoppable(), pytest.raises(ConfigError, match=message):
         prepare(config | {"algorithm": f"{rule}:Mine"})
 

@@ -91,7 +91,10 @@ def test_a_resume_calls_it_for_further_rounds_and_refuses_another_one(base, dige
     ("lr", "said"),
     [
         ("schedules.py:vanishes", r"^local\.lr: schedules\.py:vanishes returned nan for round 2"),
-        ("schedules.py:fails", r"^local\.lr\.name: schedules\.py:fails failed in line 9 of .*Zero"),
+        (
+            "schedules.py:fails",
+            r"^local\.lr\.name: schedules\.py:fails failed: Zero.*schedules\.py, line 9: ",
+        ),
         ("schedules.py:zero", r"^local\.lr: is 0 in the last round; .* or return a number > 0"),
         ("schedules.py:of_two", r"^local\.lr\.step: missing"),
         ("schedules.py:halve", r"^local\.lr\.name: schedules\.py defines no 'halve'"),

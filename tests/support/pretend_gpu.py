@@ -24,6 +24,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import CodeType
 from typing import Any
 from unittest import mock
 
@@ -34,7 +35,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from raysim.errors import is_users
 from raysim.prepare.dry_run import client_rule, server_rule
+from raysim.system import default_device
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 WAITS = {
@@ -170,6 +173,10 @@ def _on_gpu(index: Any) -> Any:
         return index
     mode_of().wait("index of the host")
     return GPUTensor(torch.as_tensor(index).clone())
+
+
+def _is_users(code: CodeType) -> bool:
+    return code.co_filename != __file__ and is_users(code)
 
 
 def mode_of() -> PretendGPU:
@@ -694,7 +701,7 @@ def pretended_gpu() -> Iterator[PretendGPU]:
         "max_memory_allocated": lambda: 10**8, "memory_reserved": lambda: 0,
         "mem_get_info": lambda *_: (10**9, 10**9),
         "is_current_stream_capturing": lambda: gpu.graph is not None,
-        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu"),
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *_: None, "manual_seed": lambda *_: None,
         "empty_cache": lambda: None,
     }  # fmt: skip
@@ -707,6 +714,7 @@ def pretended_gpu() -> Iterator[PretendGPU]:
         stack.enter_context(
             mock.patch.object(torch.backends.cudnn, "is_acceptable", lambda _: False)
         )
+        stack.enter_context(mock.patch.object(default_device, "is_users", _is_users))
         for dry_run in (client_rule, server_rule):
             # A mode holds in its thread only, and a dry run has one of its own.
             stack.enter_context(

@@ -43,3 +43,11 @@ def test_runs_of_checks_are_not_tracked():
 @pytest.mark.ray
 def test_actors_are_checked(plain, recycled_actors):
     testing.check_actors(2, algorithm=plain)
+
+
+def test_a_warning_of_all_runs_of_a_check_is_logged_once(caplog):
+    for _ in range(2):
+        caplog.clear()
+        testing.check_method("fedavg")
+        messages = [record.getMessage() for record in caplog.records]
+        assert len([text for text in messages if "1 of 8 clients have no training" in text]) == 1

@@ -122,9 +122,12 @@ class ExampleReader(FormReader):
             if isinstance(array, np.ndarray) and array.ndim == 0:
                 raise self.error(f"{name} is a single number; give one entry for each example")
         if y is not None and len(x) != len(y):
-            raise self.error(f"{x_name} has {len(x)} examples, {y_name} has {len(y)}")
+            raise self.error(
+                f"{x_name} has {len(x)} examples, {y_name} has {len(y)}; give one target for each "
+                "example"
+            )
         if not len(x):
-            raise self.error(f"{x_name} has no examples")
+            raise self.error(f"{x_name} has no examples; give at least one")
         return x, y
 
     def examples(
@@ -173,7 +176,7 @@ class ExampleReader(FormReader):
         if train.shape[1:] != other.shape[1:]:
             raise self.error(
                 f"{name} has examples of shape {list(train.shape[1:])}, {other_name} of shape "
-                f"{list(other.shape[1:])}"
+                f"{list(other.shape[1:])}; give both one shape"
             )
         if (train.dtype.kind == "f") != (other.dtype.kind == "f"):
             raise self.error(
@@ -250,7 +253,10 @@ class ExampleReader(FormReader):
         if users.dtype.kind not in "biuUS" or users.ndim != 1:
             raise self.error(f"{key} is {users.dtype} {list(users.shape)}; {wanted}")
         if len(users) != n:
-            raise self.error(f"{key} has {len(users)} entries for {n} {split} examples")
+            raise self.error(
+                f"{key} has {len(users)} entries for {n} {split} examples; give one for each of "
+                "them"
+            )
         return users
 
     def groups(self, users: Any, users_test: Any, n: int, n_test: int) -> Numbered | None:

@@ -89,7 +89,8 @@ class FormReader(ArrayReader):
             logger.warning("%s: the split %r is not used", self.place, key)
         others = {key: known.pop(key) for key in OTHER_KEYS if key in known}
         wanted = ("train", "test") if "train" in known else REQUIRED_ARRAYS
-        self._refuse_missing(wanted, known, "the mapping has no")
+        forms = '; give {"train": (x, y), "test": (x, y)}, or x, y, x_test and y_test'
+        self._refuse_missing(wanted, known, "the mapping has no", forms)
         if doubled := lacking(known, wanted):
             raise self.error(f"give either {min(doubled)} or {wanted[0]}")
         if "train" in known:
@@ -159,7 +160,7 @@ class FormReader(ArrayReader):
         for key in lacking(entries, ("x", "y", *USER_KEYS)):
             hint = did_you_mean(str(key), ("x", "y", "user"))
             raise self.error(f"{place} has the unknown key {key!r}{hint}")
-        self._refuse_missing(("x", "y"), entries, f"{place} has no")
+        self._refuse_missing(("x", "y"), entries, f"{place} has no", "; give both")
         user = self._user_key(entries, f"{place} has")
         return entries["x"], entries["y"], entries.get(user)
 

@@ -204,13 +204,16 @@ def _check_indices(lists: ExampleLists, n: int | None, place: str, overlap: bool
     """
     indices, client = lists.indices, lists.owners
     if not len(indices):
-        raise ConfigError(f"{place}: no client has an example")
+        raise ConfigError(
+            f"{place}: no client has an example; give each client the positions of its examples"
+        )
     outside = indices < 0 if n is None else (indices < 0) | (indices >= n)
     if (wrong := np.flatnonzero(outside)).size:
         k = wrong[0]
         last = "n - 1" if n is None else n - 1
         raise ConfigError(
-            f"{place}: client {client[k]} has example {indices[k]}, outside 0 to {last}"
+            f"{place}: client {client[k]} has example {indices[k]}, outside 0 to {last}; give "
+            "positions of training examples"
         )
     order = np.lexsort((client, indices))
     repeated = np.diff(indices[order]) == 0

@@ -137,7 +137,8 @@ def _require(enough: bool, dataset: Dataset, keys: str) -> None:
     """Raise `ConfigError` naming `keys` unless the data set has enough examples."""
     if not enough:
         raise ConfigError(
-            f"{keys}: too many for the {len(dataset.y)} training examples of {dataset.name}"
+            f"{keys}: too many for the {len(dataset.y)} training examples of {dataset.name}; lower "
+            "them"
         )
 
 
@@ -180,7 +181,8 @@ def _slow_class(p: SlowClass, dataset: Dataset, rng: np.random.Generator) -> np.
     """
     if p.label >= dataset.n_classes:
         raise ConfigError(
-            f"partition.label: {dataset.name} has classes 0 to {dataset.n_classes - 1}"
+            f"partition.label: {dataset.name} has classes 0 to {dataset.n_classes - 1} (given: "
+            f"{p.label})"
         )
     owner = _class_over_clients(
         Dirichlet(name="dirichlet", clients=p.clients, alpha=p.alpha, min_samples=0), dataset, rng
@@ -316,7 +318,8 @@ def _natural(p: Natural, dataset: Dataset, rng: np.random.Generator) -> np.ndarr
     """
     if dataset.groups is None:
         raise ConfigError(
-            f"partition.name: natural needs a data set with users; {dataset.name} has none"
+            f"partition.name: natural needs a data set with users; {dataset.name} has none: take "
+            "another partition, or give `users` with your own data"
         )
     n_groups = len(dataset.group_names)
     n_clients = p.clients or n_groups

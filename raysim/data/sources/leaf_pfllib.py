@@ -241,7 +241,7 @@ def _leaf_clients(file: Path) -> Iterator[Client]:
 def _inputs_and_targets(content: Any, place: str, what: str) -> tuple[np.ndarray, np.ndarray]:
     """Return x and y of a client; `what` of its rows has to be the same for all of them."""
     if not isinstance(content, Mapping) or not {"x", "y"} <= set(content):
-        raise ConfigError(f"{place} has no x and y")
+        raise ConfigError(f"{place} has no x and y; give each client both")
     try:
         return np.asarray(content["x"]), np.asarray(content["y"])
     except ValueError:

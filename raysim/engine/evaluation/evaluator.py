@@ -6,7 +6,7 @@ from raysim.data import Examples
 from raysim.engine import probes
 from raysim.engine.plan import EvaluatedModel, Plan
 from raysim.engine.process_setup import make_trainer
-from raysim.errors import RaysimError, in_a_line
+from raysim.errors import RaysimError, with_users_line
 from raysim.models.flat import BoundModel
 from raysim.system.signals import reraise_stop
 from raysim.training.evaluation import measure
@@ -78,7 +78,7 @@ class Evaluator:
             # Not only Exception: a net that calls sys.exit() must not end this process.
             reraise_stop(error)
             raise RaysimError(
-                f"the evaluation of model '{self.name}' failed: {in_a_line(error)}"
+                f"the evaluation of model '{self.name}' failed: {with_users_line(error)}"
             ) from error
         return values
 

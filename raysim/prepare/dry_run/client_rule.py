@@ -1,9 +1,10 @@
 """Dry run of users' rules: train two small clients before a run starts.
 
-The dry run checks two properties of a client rule:
+The dry run checks three properties of a client rule:
 
 - The contract: the values that `init` and `finish` return, vectors as uploads, and one pass in mode
   "train" per step.
+- Numbers: its uploads are finite for some client, or those of plain SGD are not either.
 - Captured steps: local steps that are captured and replayed, as on a GPU, give the bits that they
   give uncaptured. A step that keeps something in Python from one call to the next does not, and no
   other check would notice.
@@ -30,7 +31,7 @@ from raysim.data import Examples
 from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import make_public_data
-from raysim.errors import ConfigError, ContractError, RaysimError
+from raysim.errors import ConfigError, ContractError, RaysimError, counted
 from raysim.models.comparison import close, same_values
 from raysim.prepare.dry_run.watched import check_used, watched
 from raysim.rules.contract import ClientRule, ServerRule, State, half_of, overridden
@@ -60,6 +61,9 @@ MAX_CLIENT_EXAMPLES = 5
 
 STEPS_ON_LANES = 3
 """Local steps of a client in the comparison: the second one is captured, the third one replayed."""
+
+REAL_CLIENTS = 3
+"""Clients of the run that are trained if what the two small ones send is not finite."""
 
 DRY_RUN_TIMEOUT_S = 60.0
 """Time limit of the dry run in seconds; a rule that takes longer stays unchecked."""
@@ -210,6 +214,8 @@ class RuleDryRun:
                 raise ContractError(update.broken)
         if any(update.error for update in trained):
             return
+        if all(_keys_not_finite(trainer, update) for update in trained):
+            self._refuse_not_finite()
         # Another round between, since a rule that keeps a mean of what it sees would give the same
         # twice in a row.
         later = self._train_later_round(trainer, broadcast, trained)
@@ -286,6 +292,49 @@ class RuleDryRun:
             for key, tensor in before.items():
                 if key not in after or not same_values(tensor, after[key]):
                     raise keeps_something(self.plan.client, f"a client has {key} that differs")
+
+    def _refuse_not_finite(self) -> None:
+        """Refuse a rule that is not finite for each of a few clients of the run, where SGD is.
+
+        The small clients may lack examples, such as those of a class of which a rule takes the
+        mean; and the step size may be too large.
+        """
+        if self.config.faults.on_client_error == "drop":  # it may do so on purpose
+            return
+        rule = self.plan.client
+        of_rule = self._not_finite_on_real_clients(rule)
+        of_sgd = self._not_finite_on_real_clients(ClientRule())
+        if of_rule is None or of_sgd is None or any(of_sgd) or not all(of_rule):
+            return
+        raise ContractError(
+            f"client rule '{rule.name}' sends '{of_rule[0][0]}' that is NaN or infinite for each "
+            f"of {counted(len(of_rule), 'client')} in the first round, where SGD with the same "
+            "local.lr has finite updates; look for a quotient, a root or a logarithm without a "
+            'value, such as a division by the norm of state["w"] - shared["x"], which is 0 in the '
+            f"first step ({class_defined_at(type(rule))})"
+        )
+
+    def _not_finite_on_real_clients(self, rule: ClientRule) -> list[list[str]] | None:
+        """Return the uploads of a few clients of the run that are not finite after a round.
+
+        Args:
+            rule: the client rule that they train with.
+
+        Returns:
+            The keys of these uploads for each client; None if a client fails.
+        """
+        clients = self.plan.clients
+        lists = [clients.client(i) for i in np.flatnonzero(clients.sizes)[:REAL_CLIENTS].tolist()]
+        dry_run = RuleDryRun(replace(self.plan, client=rule, stages=()))
+        offsets = np.cumsum([0, *map(len, lists)])
+        dry_run.clients = Clients(np.concatenate(lists), offsets, np.empty(0, np.int64))
+        trainer, broadcast, tasks = dry_run.stage()
+        steps = [self.plan.local_steps(self.config.local, len(examples)) for examples in lists]
+        tasks = [replace(task, steps=n) for task, n in zip(tasks, steps, strict=True)]
+        trained = trainer.train_block({0: broadcast}, Block(0, tasks))
+        if any(update.error for update in trained):
+            return None
+        return [_keys_not_finite(trainer, update) for update in trained]
 
     def _check_lengths(self, sent: Iterable[str], trained: list[ClientUpdate]) -> None:
         """Refuse uploads that differ in length between clients."""
@@ -451,6 +500,12 @@ def changed(broadcast: Broadcast) -> Broadcast:
             steps = torch.linspace(0.01, 0.02, max(tensor.numel(), 1)).to(tensor)
             shared[key] = tensor + steps[: tensor.numel()].reshape(tensor.shape)
     return replace(broadcast, shared=shared)
+
+
+def _keys_not_finite(trainer: Trainer, update: ClientUpdate) -> list[str]:
+    """Return the keys of the uploads of a client that are NaN or infinite somewhere."""
+    sent = [key for key in trainer.sent if key in update.report]
+    return [key for key in sent if not bool(update.report[key].isfinite().all())]
 
 
 def keeps_something(rule: ClientRule | ServerRule, found: str) -> ContractError:

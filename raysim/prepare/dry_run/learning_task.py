@@ -10,7 +10,6 @@ from raysim.errors import ConfigError
 from raysim.models.flat import BoundModel
 from raysim.prepare.configured_task import METRICS_KEY
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, keyed_numbers_only
-from raysim.rules.errors.user_code import place_of_error
 from raysim.rules.tasks.function_metric import FunctionMetric
 from raysim.rules.tasks.learning_task import TaskMetric
 from raysim.rules.tasks.shipped_tasks import TASKS
@@ -62,10 +61,8 @@ def dry_run_task(plan: Plan) -> None:
                 return measure(net, buffers, examples, len(y), metrics)
             except BaseException as error:
                 reraise_stop(error)
-                mistake = error.__cause__
-                if isinstance(mistake, MISTAKES):
-                    where = place_of_error(mistake)
-                    raise ConfigError(f"{METRICS_KEY}: {error}{where and f' ({where})'}") from None
+                if isinstance(error.__cause__, MISTAKES):
+                    raise ConfigError(f"{METRICS_KEY}: {error}") from None
                 return {}
 
         # Packages that the first call imports may draw numbers, such as scikit-learn.

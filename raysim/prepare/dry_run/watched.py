@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from raysim.errors import ContractError
+from raysim.errors import ContractError, place_of_error
 from raysim.models.comparison import same_values
 from raysim.rules.batch import Batch
 from raysim.rules.contract import (
@@ -29,13 +29,7 @@ from raysim.rules.contract import (
     overridden,
 )
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
-from raysim.rules.errors.user_code import (
-    breach,
-    described,
-    mixes_devices,
-    place_of_error,
-    raised_by_task,
-)
+from raysim.rules.errors.user_code import breach, described, mixes_devices, raised_by_task
 from raysim.rules.losses import Loss, Net, cross_entropy, task_loss
 from raysim.rules.methods.misspelled_methods import public_names
 from raysim.rules.methods.registry import RULES

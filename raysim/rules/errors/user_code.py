@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import numpy as np
-import torch
-
-from raysim.errors import ContractError, RaysimError, in_a_line
+from raysim.errors import (
+    PACKAGE_FOLDER,
+    ContractError,
+    RaysimError,
+    in_a_line,
+    is_users,
+    place_of_error,
+    readable_path,
+)
 from raysim.rules.rule import Rule
 from raysim.system.deterministic_kernels import operation_without_kernel
 from raysim.system.signals import reraise_stop
 
-PACKAGE_FOLDER = f"{Path(__file__).parents[2]}{os.sep}"
-"""The folder of raysim's own code."""
-SHIPPED_RULES = f"{PACKAGE_FOLDER}algorithms{os.sep}"
-LIBRARIES = tuple(f"{os.path.dirname(str(library.__file__))}{os.sep}" for library in (torch, np))
-STANDARD_LIBRARY = f"{Path(inspect.__file__).parent}{os.sep}"
-"""Folder of the standard library; that of installed packages may lie in it."""
 MAX_FRAMES = 20
 """Frames in a traceback."""
 
@@ -116,7 +113,7 @@ def mixes_devices(error: BaseException) -> bool:
 
 def _way_out(error: BaseException) -> str:
     """Return what to write instead of a usual mistake; "" if it is none."""
-    frames = [frame for frame in _frames(error) if _is_users(frame.f_code)]
+    frames = [frame for frame in _frames(error) if is_users(frame.f_code)]
     variables = frames[-1].f_locals if frames else {}
     if isinstance(error, FrozenInstanceError):
         is_server = hasattr(variables.get("self"), "provides")
@@ -153,7 +150,7 @@ def with_traceback(error: BaseException) -> str:
     """
     tb = error.__traceback__
     frames = list(zip(traceback.walk_tb(tb), traceback.extract_tb(tb), strict=True))
-    theirs = [summary for (frame, _), summary in frames if _is_users(frame.f_code)]
+    theirs = [summary for (frame, _), summary in frames if is_users(frame.f_code)]
     shown = theirs or [summary for _, summary in frames]
     title = "In the rule or the model" if theirs else "In raysim and libraries"
     lines = [
@@ -163,21 +160,6 @@ def with_traceback(error: BaseException) -> str:
     return "\n".join(
         [described(error), f"{title}, the innermost call last:", *"".join(lines).splitlines()]
     )
-
-
-def place_of_error(error: BaseException) -> str:
-    """Return the user's innermost line in a traceback, `file, line N: code`; "" for none.
-
-    Args:
-        error: an error with its traceback.
-    """
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if _is_users(frame.f_code):
-            code = linecache.getline(frame.f_code.co_filename, line).strip()
-            return f"{_readable(frame.f_code.co_filename)}, line {line}" + (
-                f": `{code}`" if code else ""
-            )
-    return ""
 
 
 def raised_by_task(error: BaseException) -> bool:
@@ -198,7 +180,7 @@ def defined_at(rule: Rule, method: str) -> str:
         method: a method's name; it may be inherited.
     """
     code: CodeType = inspect.unwrap(getattr(type(rule), method)).__code__
-    return f"{_readable(code.co_filename)}, line {code.co_firstlineno}"
+    return f"{readable_path(code.co_filename)}, line {code.co_firstlineno}"
 
 
 def class_defined_at(cls: type) -> str:
@@ -211,7 +193,7 @@ def class_defined_at(cls: type) -> str:
         lines = inspect.getsourcelines(cls)
     except (OSError, TypeError):
         return ""
-    return f"{_readable(inspect.getfile(cls))}, line {lines[1]}"
+    return f"{readable_path(inspect.getfile(cls))}, line {lines[1]}"
 
 
 def breach(rule: Rule, method: str, why: str) -> ContractError:
@@ -238,25 +220,10 @@ def _method(error: BaseException, halves: Iterable[str] = HALVES) -> str:
         rule: Any = frame.f_locals.get("self")
         name = frame.f_code.co_name
         half = next((HALVES[mark] for mark in halves if hasattr(rule, mark)), None)
-        if half and name in RETURNS and _is_users(frame.f_code):
+        if half and name in RETURNS and is_users(frame.f_code):
             return f"{name} of {half} rule '{rule.name}'"
     return ""
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:
     return (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _is_users(code: CodeType) -> bool:
-    """Return True for code outside of the engine and the libraries, and for shipped rules."""
-    file = code.co_filename
-    if file.startswith(SHIPPED_RULES):
-        return True
-    if file.startswith(STANDARD_LIBRARY) and "site-packages" not in file:
-        return False
-    return not file.startswith((PACKAGE_FOLDER, *LIBRARIES, "<"))
-
-
-def _readable(file: str) -> str:
-    """Return a path relative to the working directory if it lies in it."""
-    return file.removeprefix(f"{os.getcwd()}{os.sep}")

@@ -1,4 +1,4 @@
-"""Mistakes in a rule's class that Python accepts: misspelled methods, and fields without a type."""
+"""Mistakes in a user's class that Python accepts: wrong or missing methods, and untyped fields."""
 
 from __future__ import annotations
 
@@ -84,6 +84,26 @@ def refuse_untyped_fields(cls: type, section: str) -> None:
             f"effect: it is a field of a base class; write `{entry.name}: {kind} {written}` "
             f"({class_defined_at(cls)})"
         )
+
+
+def refuse_missing_methods(cls: type, section: str) -> None:
+    """Check that a class defines the methods that its base class marks as abstract.
+
+    Args:
+        cls: the class of a user's rule, task, stage or the like.
+        section: the section of the configuration that names it.
+
+    Raises:
+        ConfigError: it lacks one; names it and its arguments.
+    """
+    for name in dir(cls):
+        method = inspect.getattr_static(cls, name)
+        if getattr(method, "__isabstractmethod__", False):
+            arguments = ", ".join(inspect.signature(method).parameters)
+            raise ConfigError(
+                f"{section}.name: {cls.__name__} defines no `{name}`; write one, "
+                f"`def {name}({arguments})`"
+            )
 
 
 def public_names(names: Iterable[str]) -> list[str]:

@@ -36,6 +36,7 @@ from raysim.rules.contract import (
 )
 from raysim.rules.errors.user_code import class_defined_at
 from raysim.rules.methods.misspelled_methods import (
+    refuse_missing_methods,
     refuse_misspelled_methods,
     refuse_untyped_fields,
     untyped,
@@ -375,6 +376,7 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
     """
     refuse_misspelled_methods(cls, section)
     refuse_untyped_fields(cls, section)
+    refuse_missing_methods(cls, section)
     known = hyperparameter_names(cls)
     for key in lacking(parameters, known):
         hint = untyped([cls], key) or did_you_mean(key, known)

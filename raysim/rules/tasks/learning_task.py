@@ -12,6 +12,7 @@ divided over evaluations.
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -128,6 +129,7 @@ class LearningTask:
         """
         return (outputs,)
 
+    @abstractmethod
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the loss of each example, [B].
 

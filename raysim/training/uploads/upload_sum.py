@@ -244,7 +244,8 @@ class UploadSum:
                 keys = " and ".join(dict.fromkeys(bad))
                 update.error = (
                     f"non-finite {keys} (mean local loss {float(update.loss):.4g}); lower the "
-                    "step size, local.lr"
+                    "step size, local.lr, or look in the rule, the loss and the net for a "
+                    "quotient, a root or a logarithm that has no value"
                 )
         accepted = [update for update in good if update.error is None]
         if len(accepted) == len(good):
