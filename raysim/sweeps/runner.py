@@ -30,7 +30,7 @@ from raysim.sweeps.sweep_ledger import NoLedger, SweepLedger
 from raysim.sweeps.trials import local_processes, ray_tune
 from raysim.sweeps.trials.code import pickled_code
 from raysim.sweeps.trials.trial import labels_of
-from raysim.system import files, output, processes
+from raysim.system import files, output, processes, startup_stages
 from raysim.system.signals import stoppable
 from raysim.tracking.mlflow_process import connection
 from raysim.tracking.recorder import Recorder
@@ -73,7 +73,7 @@ def sweep(
 
     Returns:
         The trials with their results, the failed ones, and a table of results. A warning is logged
-        for each failed trial.
+        for each failed trial, and before the first one for each default that may not be expected.
 
     Raises:
         ConfigError: a trial cannot run, or the ledger cannot be used; nothing has started.
@@ -83,10 +83,11 @@ def sweep(
     if not isinstance(overrides, Mapping):
         overrides = search_space.as_mapping(overrides)
     inputs = named_inputs({**overrides, **keys}, several=True)
-    planned = prepare_sweep(named_source(source), inputs, folder, where)
+    with startup_stages.notes_logged():
+        planned = prepare_sweep(named_source(source), inputs, folder, where)
     book = NoLedger() if ledger is None else SweepLedger(ledger, planned, logger.warning)
     if book.note:
-        logger.info("%s", book.note)
+        logger.warning("%s", book.note)
     outcome = run_sweep(planned, parallel, watch, book)
     for trial, error in outcome.failed:
         line = error.splitlines()[0]
