@@ -69,7 +69,7 @@ def sweep(
             are not trained; the rows of the others are appended.
         where: "key=value" or "key=value,value" texts; only trials with these values are trained.
         watch: called with each trial, its state and its facts; see `WatchCallback`.
-        **keys: further overrides, such as algorithm=["fedavg", "fedavgm"], seed="0..4".
+        **keys: further overrides, such as rounds=10, seed=[0, 1] or seed="0..4".
 
     Returns:
         The trials with their results, the failed ones, and a table of results. A warning is logged
