@@ -62,6 +62,7 @@ def _page(method: Algorithm) -> Iterator[str]:
     docstring = re.match(r'"""(.*?)"""', path.read_text(), re.DOTALL)
     assert docstring is not None, path
     yield f"# {method.name}\n"
+    yield f"`raysim list algorithms {method.name}` prints its keys, their defaults and bounds.\n"
     yield f"{method.paper}. State: {method.state}. Traffic for each client: {method.traffic}.\n"
     yield method_costs.sentence(method.name)
     yield LETTERS

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from typing import TYPE_CHECKING
 
 from rich.progress import (
@@ -64,12 +63,9 @@ def notes_shown(console: Terminal) -> AbstractContextManager[None]:
     Args:
         console: where the notes are printed.
     """
-
-    @cache
-    def show(note: str) -> None:
-        console.print(f"note: {note}", soft_wrap=True)
-
-    return startup_stages.shown_by(show, startup_stages.notes)
+    return startup_stages.notes_shown_by(
+        lambda note: console.print(f"note: {note}", soft_wrap=True)
+    )
 
 
 class RunProgress:

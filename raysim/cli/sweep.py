@@ -126,7 +126,7 @@ def _list_trials(planned: Sweep, ledger: NoLedger, console: Terminal) -> None:
     A trial that is left alone shows all keys that the file varies.
     """
     from raysim.reports.grouping import full_name
-    from raysim.sweeps.search_space import as_text
+    from raysim.sweeps.search_space import shown
 
     keys = list(planned.axes or planned.trials[0].values)
     table = Table("", *keys, "folder", box=None)
@@ -134,7 +134,7 @@ def _list_trials(planned: Sweep, ledger: NoLedger, console: Terminal) -> None:
         values = []
         for key in keys:
             if key in trial.values:
-                values.append(as_text(trial.values[key]))
+                values.append(shown(trial.values[key]))
             else:
                 name = full_name(key, trial.params)
                 values.append(trial.params[name] if name else "–")
@@ -167,13 +167,7 @@ def _sum_up(done: SweepResult, console: Terminal) -> None:
             f"failed: {trial.title}: {error.splitlines()[0]} ({trial.folder}/error.txt)",
             file=sys.stderr,
         )
-    counts = done.counts
-    trials = len(done.sweep.trials)
-    rows = f", {done.from_ledger} from the ledger" if done.from_ledger else ""
-    stopped = f", {counts['stopped_early']} stopped early" if counts["stopped_early"] else ""
-    before = done.reused - (done.from_ledger or 0)
-    earlier = f", {before} in an earlier sweep" if before else ""
-    console.print(f"{counts['finished']} of {trials} trials finished{stopped}{earlier}{rows}")
+    console.print(done.ends)
     console.print(f"tables, plots  {os.path.relpath(done.sweep.folder)}", soft_wrap=True)
     console.print(f"open in MLflow {ui.hint(done.sweep.tracking, done.run_id)}", soft_wrap=True)
 

@@ -58,10 +58,20 @@ def prepare(
     """
     raw = read_run_config(source, overrides)
     plan = resolve_plan(raw)
+    log_notes(raw, plan)
+    return plan
+
+
+def log_notes(raw: Mapping[str, Any], plan: Plan) -> None:
+    """Log what a run does because of a default that its user may not expect.
+
+    Args:
+        raw: the configuration of the run, before its defaults were written out.
+        plan: the plan of the run.
+    """
     rule_checks.note_uniform_weights(raw, plan)
     rule_checks.note_attackers(raw, plan)
     note_pixels(raw, plan.config, plan.dataset)
-    return plan
 
 
 def read_run_config(

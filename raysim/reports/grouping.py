@@ -16,6 +16,7 @@ import pandas as pd
 from raysim.by_key import by_key
 from raysim.config.schema import FEDAVG, SECTIONS_WITH_NAME
 from raysim.errors import ConfigError
+from raysim.reports.name_settings import Settings, settings_of_names
 from raysim.reports.published import same_value
 from raysim.reports.table_row import short
 from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun, counted
@@ -254,7 +255,10 @@ def full_name(key: str, known: Container[str]) -> str | None:
 
 
 def grouped(
-    runs: Sequence[TrackedRun], keys: Sequence[str], say: Callable[[str], None] = lambda line: None
+    runs: Sequence[TrackedRun],
+    keys: Sequence[str],
+    say: Callable[[str], None] = lambda line: None,
+    settings: bool = False,
 ) -> list[Group]:
     """Return groups of runs that differ only in their seed.
 
@@ -262,6 +266,7 @@ def grouped(
         runs: Runs to group.
         keys: Full names of the parameters that distinguish groups, as from `group_keys`.
         say: Called with one line if groups hold runs that differ in more than their seed.
+        settings: Whether names have their settings beside them, as far as `keys` have them not.
 
     Returns:
         The groups, in the order of `order_of_values`, with readable names of files.
@@ -272,7 +277,8 @@ def grouped(
         mixed |= set(varied(members))
     if mixed:
         say(f"a row holds runs that differ in {', '.join(map(short, sorted(mixed)))}")
-    return _readable(groups)
+    shown = settings_of_names(*_differing(runs), keys, keys) if settings else {}
+    return _readable(groups, shown)
 
 
 def group_keys(runs: Sequence[TrackedRun], group: Sequence[str] | None) -> list[str]:
@@ -337,10 +343,14 @@ def divided(runs: Sequence[TrackedRun], keys: Sequence[str]) -> list[Group]:
     return ordered
 
 
-def _readable(groups: Sequence[Group]) -> list[Group]:
-    """Return groups with readable names of the files among their parameters."""
+def _readable(groups: Sequence[Group], settings: Settings) -> list[Group]:
+    """Return groups with readable names of the files among their parameters, and with settings."""
     named, members = zip(*groups, strict=True)
-    return list(zip(readable(named), members, strict=True))
+    shown = readable(named)
+    for params, texts in zip(named, shown, strict=True):
+        for key, value in params.items():
+            texts[key] += settings.get((key, value), "")
+    return list(zip(shown, members, strict=True))
 
 
 def apart(
@@ -371,8 +381,10 @@ def apart(
     if n_omitted:
         say(f"left out: {counted(n_omitted, 'without')} {' or '.join(keys)}")
     differing = varied(complete)
-    parts = divided(complete, [key for key in differing if key not in known])
-    return [(label(named), members) for named, members in _readable(parts)]
+    distinguishing = [key for key in differing if key not in known]
+    parts = divided(complete, distinguishing)
+    settings = settings_of_names(*_differing(complete), distinguishing, [*differing, *known])
+    return [(label(named), members) for named, members in _readable(parts, settings)]
 
 
 def split_scenario(params: Mapping[str, str]) -> tuple[tuple, tuple]:
@@ -412,11 +424,7 @@ def varied(runs: Sequence[TrackedRun]) -> list[str]:
     Returns:
         The names of algorithm, rules and other sections first.
     """
-    if len(runs) < 2:
-        return []
-    params = pd.DataFrame([run.params for run in runs], dtype=object).fillna("null")
-    differing = params.columns[params.ne(params.iloc[0]).any()]
-    keys = [key for key in differing if not _is_ignored(key)]
+    params, keys = _differing(runs)
     dependent = {key for key in keys if _may_follow(key, params, keys)}
     columns: list[str] = []
     for key in sorted(keys, key=lambda key: _order(key, key in dependent)):
@@ -424,6 +432,13 @@ def varied(runs: Sequence[TrackedRun]) -> list[str]:
         if key not in dependent or distinguishes:
             columns.append(key)
     return columns
+
+
+def _differing(runs: Sequence[TrackedRun]) -> tuple[pd.DataFrame, list[str]]:
+    """Return the parameters of runs, "null" for none, and which of them may distinguish runs."""
+    params = pd.DataFrame([run.params for run in runs], dtype=object).fillna("null")
+    differing = params.columns[params.ne(params.iloc[0]).any()]
+    return params, [key for key in differing if not _is_ignored(key)]
 
 
 def _is_ignored(key: str) -> bool:

@@ -94,12 +94,12 @@ class ResultsTable:
         return f"% needs \\usepackage{{booktabs}}\n{tabular.rstrip()}"
 
     def csv(self) -> str:
-        """Return the table as CSV, with the columns of `frame`; missing figures are empty."""
+        """Return the table as CSV, with the columns of `frame`; missing values are empty."""
         return self._numbers().to_csv(index=False, lineterminator="\n").rstrip("\n")
 
     @property
     def frame(self) -> pd.DataFrame:
-        """Return the table as a data frame; figures that were not requested are NaN.
+        """Return the table as a data frame, without the columns that were not requested.
 
         Its columns: the parameters that differ; seeds (number of runs); best, best_std, last,
         last_std, last10, last10_std, as far as `statistic` names them (selected, selected_std in
@@ -107,9 +107,12 @@ class ResultsTable:
         chosen_round, chosen_round_std (by `select_by`); target, rounds_to_target (or bytes_,
         virtual_time_, seconds_to_target) with its _std over the runs that reached the target,
         reached (their number); rounds_min, rounds_max; not_finished; rank, mean_rank; paper_best,
-        paper_std, difference_in_paper_stds, difference_in_own_stds, paper_rounds_to_target; versus
+        paper_std, paper_rounds_to_target, difference_in_paper_stds, difference_in_own_stds; versus
         (mean difference to `compare_with` over the seeds of both), versus_low, versus_high (its
         95 % interval), versus_p (of the paired t-test), versus_seeds.
+
+        Missing values are NaN, such as the deviation of one run, and the rounds to a target that no
+        run reaches.
         """
         frame = self._numbers()
         columns = list(frame)
@@ -147,10 +150,9 @@ class ResultsTable:
                 yield i, column
 
     def _numbers(self) -> pd.DataFrame:
-        """Return a frame with parameters as text, and None for figures that were not requested."""
+        """Return a frame with parameters as text, without columns that were not requested."""
         headers = _headers(self.rows)
         alone = _alone(self.rows)
-        cost = f"{self.cost_unit.replace(' ', '_')}_to_target"
         records = []
         for row in self.rows:
             record: dict[str, Any] = {}
@@ -161,21 +163,34 @@ class ResultsTable:
             record["seeds"] = row.seeds
             for figure, value in row.values.items():
                 record |= _mean_and_std(figure.column(alone), value)
-            record |= _mean_and_std("chosen_round", row.chosen_round)
-            record["target"] = row.target
-            record |= _mean_and_std(cost, row.to_target)
-            record["reached"] = getattr(row.to_target, "n", 0)
             record["rounds_min"], record["rounds_max"] = row.rounds
-            record["not_finished"] = row.unfinished
-            record |= _attributes(row.rank, rank="place", mean_rank="mean")
-            record |= _attributes(row.printed, paper_best="best", paper_std="std")
-            record["difference_in_paper_stds"] = row.difference
-            record["difference_in_own_stds"] = row.difference_in_own_stds
-            record |= _attributes(row.versus, versus="mean", versus_low="low", versus_high="high")
-            record |= _attributes(row.versus, versus_p="p_value", versus_seeds="n")
-            record |= _attributes(row.printed, paper_rounds_to_target="rounds")
             records.append(record)
-        return pd.DataFrame(records)
+        frames = [pd.DataFrame(records)]
+        # The columns of one option are in the frame if some row has a value of one of them.
+        for columns in zip(*map(self._optional_columns, self.rows), strict=True):
+            frame = pd.DataFrame(columns)
+            if frame.notna().any(axis=None):
+                frames.append(frame)
+        return pd.concat(frames, axis=1)
+
+    def _optional_columns(self, row: TableRow) -> list[dict[str, Any]]:
+        """Return the values of a row in the columns of each option; None: without the option."""
+        cost = _mean_and_std(f"{self.cost_unit.replace(' ', '_')}_to_target", row.to_target)
+        reached = None if row.target is None else getattr(row.to_target, "n", 0)
+        paper = _attributes(
+            row.printed, paper_best="best", paper_std="std", paper_rounds_to_target="rounds"
+        )
+        paper["difference_in_paper_stds"] = row.difference
+        paper["difference_in_own_stds"] = row.difference_in_own_stds
+        versus = _attributes(row.versus, versus="mean", versus_low="low", versus_high="high")
+        return [
+            _mean_and_std("chosen_round", row.chosen_round),
+            {"target": row.target, **cost, "reached": reached},
+            {"not_finished": row.unfinished or None},
+            _attributes(row.rank, rank="place", mean_rank="mean"),
+            paper,
+            {**versus, **_attributes(row.versus, versus_p="p_value", versus_seeds="n")},
+        ]
 
     def _texts(self, names: Names) -> pd.DataFrame:
         """Return the table as a frame of texts for readers."""

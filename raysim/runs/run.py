@@ -87,7 +87,8 @@ def run(
         **keys: further overrides, such as rounds=10.
 
     Returns:
-        History, parameters and folder of the run.
+        History, parameters and folder of the run. A warning is logged for each default that may not
+        be expected, such as that clients of different sizes count equally.
 
     Raises:
         ConfigError: a mistake in the configuration, before anything has started.
@@ -99,7 +100,8 @@ def run(
     if tracking:
         connection.start()
     with shown(progress) as shown_for:
-        plan = prepare(named_source(source), {**named_inputs(overrides), **named_inputs(keys)})
+        with startup_stages.notes_logged():
+            plan = prepare(named_source(source), {**named_inputs(overrides), **named_inputs(keys)})
         check_address(plan.config)
         progress = shown_for(plan)
         if tracking:

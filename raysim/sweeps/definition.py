@@ -37,7 +37,7 @@ class _Result(TypedDict):
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trial:
     """One run of a sweep."""
 
@@ -56,6 +56,10 @@ class Trial:
     position: int = field(default=0, compare=False)
     """Number of trials before it in the sweep."""
 
+    def __repr__(self) -> str:
+        """Return its title and its folder."""
+        return f"Trial({self.title}, {self.folder})"
+
     @property
     def title(self) -> str:
         """Values of the keys that vary as text, or the label if none varies."""
@@ -73,6 +77,14 @@ class Trial:
             return parsed((self.folder / "result.json").read_bytes(), _Result)
         except (OSError, ValueError):
             return None
+
+    def best(self, metric: str) -> float | None:
+        """Return the best value of a metric, or None if the trial has no result with it.
+
+        Args:
+            metric: name of the metric.
+        """
+        return (self.result or {}).get("metrics", {}).get(metric, {}).get("best")
 
     @property
     def failures(self) -> int:

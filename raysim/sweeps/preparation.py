@@ -24,7 +24,6 @@ from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import comparing_once
 from raysim.prepare import resolve
-from raysim.prepare.checks import rules as rule_checks
 from raysim.prepare.checks.logged_metrics import check_metric
 from raysim.reports import grouping
 from raysim.reports.claims.claim_section import Claim, check_sides, read_claims
@@ -131,7 +130,7 @@ def _resolved_point(spec: SweepSpec, point: Mapping[str, Any], axes: Collection[
         plan = resolve.resolve_plan(raw, load_once)
     except ConfigError as error:
         raise trial_error(point, f"{error}{_advice(str(error), axes)}") from None
-    rule_checks.note_attackers(raw, plan)
+    resolve.log_notes(raw, plan)
     return plan
 
 

@@ -22,7 +22,7 @@ from raysim.runs.artifacts.description import NOTE
 from raysim.runs.provenance import command_tag
 from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import best_values
-from raysim.sweeps import summary
+from raysim.sweeps import search_space, summary
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
 from raysim.sweeps.preparation import prepare_sweep
 from raysim.sweeps.summary import SweepResult
@@ -30,7 +30,7 @@ from raysim.sweeps.sweep_ledger import NoLedger, SweepLedger
 from raysim.sweeps.trials import local_processes, ray_tune
 from raysim.sweeps.trials.code import pickled_code
 from raysim.sweeps.trials.trial import labels_of
-from raysim.system import files, output, processes
+from raysim.system import files, output, processes, startup_stages
 from raysim.system.signals import stoppable
 from raysim.tracking.mlflow_process import connection
 from raysim.tracking.recorder import Recorder
@@ -52,6 +52,7 @@ def sweep(
     ledger: str | Path | None = None,
     where: Sequence[str] = (),
     watch: WatchCallback = lambda trial, state, facts: None,
+    **keys: Any,
 ) -> SweepResult:
     """Run an experiment for many values of its keys; a repeated call runs what is missing.
 
@@ -59,8 +60,8 @@ def sweep(
         source: a configuration file, the name of a shipped one, or a mapping; its section `sweep`
             defines the values.
         overrides: "key=value" as on the command line ("seed=0..4"), or a mapping in which a list
-            holds several values ({"local.lr": [0.1, 0.01]}). They replace the values of the file.
-            Objects are given as to `run`.
+            holds several values ({"local.lr": [0.1, 0.01]}); `keys` are the same as keyword
+            arguments. They replace the values of the file. Objects are given as to `run`.
         parallel: number of trials at once; by default as many as the machine or the cluster has
             room for.
         folder: folder of the trials; the default is `runs`.
@@ -68,21 +69,25 @@ def sweep(
             are not trained; the rows of the others are appended.
         where: "key=value" or "key=value,value" texts; only trials with these values are trained.
         watch: called with each trial, its state and its facts; see `WatchCallback`.
+        **keys: further overrides, such as rounds=10, seed=[0, 1] or seed="0..4".
 
     Returns:
         The trials with their results, the failed ones, and a table of results. A warning is logged
-        for each failed trial.
+        for each failed trial, and before the first one for each default that may not be expected.
 
     Raises:
         ConfigError: a trial cannot run, or the ledger cannot be used; nothing has started.
         RaysimError: the tracking store cannot be used, or another sweep runs in the same folder.
     """
     connection.start()
-    inputs = named_inputs(overrides, several=True)
-    planned = prepare_sweep(named_source(source), inputs, folder, where)
+    if not isinstance(overrides, Mapping):
+        overrides = search_space.as_mapping(overrides)
+    inputs = named_inputs({**overrides, **keys}, several=True)
+    with startup_stages.notes_logged():
+        planned = prepare_sweep(named_source(source), inputs, folder, where)
     book = NoLedger() if ledger is None else SweepLedger(ledger, planned, logger.warning)
     if book.note:
-        logger.info("%s", book.note)
+        logger.warning("%s", book.note)
     outcome = run_sweep(planned, parallel, watch, book)
     for trial, error in outcome.failed:
         line = error.splitlines()[0]

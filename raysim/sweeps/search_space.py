@@ -24,6 +24,7 @@ from typing import Any
 
 from raysim.config import limited_yaml, loading
 from raysim.config.schema import SECTIONS_WITH_NAME
+from raysim.config.sections.base import name_of, named, with_settings
 from raysim.errors import ConfigError
 from raysim.randomness import generator
 from raysim.spelling import did_you_mean
@@ -87,13 +88,25 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def shown(value: Any) -> str:
+    """Return a value as people read it: a section as fedprox(mu=0.1), anything else as `as_text`.
+
+    Args:
+        value: value of a key.
+    """
+    if (name := name_of(value)) is None:
+        return as_text(value)
+    settings = {key: item for key, item in named(value).items() if key != "name"}
+    return with_settings(name, settings)
+
+
 def title_of(values: Mapping[str, Any]) -> str:
-    """Return values by key as one would write them on the command line.
+    """Return values by key as people read them.
 
     Args:
         values: values of the keys that vary.
     """
-    return " ".join(f"{key}={as_text(value)}" for key, value in values.items())
+    return " ".join(f"{key}={shown(value)}" for key, value in values.items())
 
 
 # -- a key's values --------------------------------------------------------------------------------
@@ -128,6 +141,23 @@ def split_overrides(
         else:
             fixed |= loading.parse_overrides([text])
     return fixed, axes
+
+
+def as_mapping(overrides: Iterable[str]) -> dict[str, Any]:
+    """Return "key=value" texts as a mapping in which a list holds several values.
+
+    Args:
+        overrides: the texts.
+
+    Raises:
+        ConfigError: a value or a range is invalid.
+    """
+    fixed, axes = split_overrides(overrides)
+    mapping: dict[str, Any] = {**fixed, **axes}
+    for key, value in fixed.items():
+        if isinstance(value, list) and key.partition(".")[0] != "sweep":
+            mapping[key] = [value]  # one value, which is a list
+    return mapping
 
 
 def _split_mapping(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Axis]]:

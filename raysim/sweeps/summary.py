@@ -24,7 +24,7 @@ from raysim.reports.tracked import TrackedRun, default_metric
 from raysim.runs.artifacts.description import commands, table
 from raysim.runs.provenance import command_line
 from raysim.sweeps.definition import Sweep, Trial
-from raysim.sweeps.search_space import as_text
+from raysim.sweeps.search_space import as_text, shown
 from raysim.tracking.recorder import flatten_parameters
 from raysim.tracking.spool import Tail
 
@@ -35,7 +35,7 @@ SUMMARY_FILES = ("table.md", "table.csv", "trials.csv", "curves.png", "heatmap.p
 """Names of the summary files."""
 
 
-@dataclass
+@dataclass(repr=False)
 class SweepResult:
     """Result of a sweep."""
 
@@ -59,6 +59,30 @@ class SweepResult:
 
     table: str = ""
     """Table of the results as Markdown."""
+
+    def __repr__(self) -> str:
+        """Return one line: how the trials ended, the best of them, and the sweep's folder."""
+        parts = [self.ends, f"{len(self.failed)} failed"]
+        best_by = self.sweep.trials[0].config.evaluate.best_by
+        best = {trial.title: trial.best(best_by.metric) for trial in self.sweep.trials}
+        reached = {title: value for title, value in best.items() if value is not None}
+        if reached:
+            title = best_by.select(reached, key=reached.__getitem__)
+            parts.append(f"best {best_by.metric} {reached[title]:.4f} ({title})")
+        return f"SweepResult({', '.join(parts)}, {self.sweep.folder})"
+
+    @property
+    def ends(self) -> str:
+        """How the trials ended, and where those were done that this sweep did not train."""
+        counts = self.counts
+        ends = f"{counts['finished']} of {len(self.sweep.trials)} trials finished"
+        before = self.reused - (self.from_ledger or 0)
+        others = {
+            "stopped early": counts["stopped_early"],
+            "in an earlier sweep": before,
+            "from the ledger": self.from_ledger,
+        }
+        return ends + "".join(f", {n} {where}" for where, n in others.items() if n)
 
     @property
     def stopped(self) -> list[tuple[Trial, str]]:
@@ -123,7 +147,7 @@ def description(sweep: Sweep, results: str = "") -> str:
         sweep: sweep to describe.
         results: table of the results as Markdown, once the sweep has ended.
     """
-    axes = {f"`{key}`": " ".join(map(as_text, values)) for key, values in sweep.axes.items()}
+    axes = {f"`{key}`": " ".join(map(shown, values)) for key, values in sweep.axes.items()}
     axes |= {f"`{key}`": str(draw) for key, draw in sweep.drawn.items()}
     if len(results) > MAX_TABLE_CHARACTERS:
         results = "The table of the results is the artifact table.md."

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
 
 logger = logging.getLogger("raysim.system.startup_stages")
 notes = logging.getLogger("raysim.notes")
@@ -25,7 +26,7 @@ def begin(stage: str) -> None:
 
 
 @contextmanager
-def shown_by(show: Callable[[str], None], logger: logging.Logger = logger) -> Iterator[None]:
+def shown_by(show: Callable[[str], object], logger: logging.Logger = logger) -> Iterator[None]:
     """Inside the block, call `show` with every stage that begins in this process.
 
     Args:
@@ -46,8 +47,22 @@ def shown_by(show: Callable[[str], None], logger: logging.Logger = logger) -> It
         logger.propagate = propagate
 
 
+def notes_shown_by(show: Callable[[str], object]) -> AbstractContextManager[None]:
+    """Inside the block, call `show` with each note once, such as of the trials of a sweep.
+
+    Args:
+        show: the function to call with each note.
+    """
+    return shown_by(cache(show), notes)
+
+
+def notes_logged() -> AbstractContextManager[None]:
+    """Inside the block, log each note once as a warning, which Python shows without any setting."""
+    return notes_shown_by(partial(logging.getLogger("raysim").warning, "note: %s"))
+
+
 class _Handler(logging.Handler):
-    def __init__(self, show: Callable[[str], None]):
+    def __init__(self, show: Callable[[str], object]):
         super().__init__()
         self.show = show
 

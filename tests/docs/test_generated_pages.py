@@ -139,6 +139,8 @@ def test_every_method_has_a_page_with_its_hyperparameters(extension):
                     continue
                 assert f"`{field.name}`\n: " in pages[name], (name, field.name)
         assert method.paper in pages[name] and "literalinclude" in pages[name]
+        first = pages[name].partition("\n\n")[2]
+        assert first.startswith(f"`raysim list algorithms {name}` prints its keys")
 
 
 def test_a_method_page_says_where_it_differs_and_what_bounds_its_keys(extension):

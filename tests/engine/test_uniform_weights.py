@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
+import yaml
 from support.programs import program
 
+import raysim
 from raysim.prepare.resolve import prepare
-from raysim.sweeps.preparation import prepare_sweep
+from raysim.sweeps import runner
+from raysim.sweeps.summary import SweepResult
 
 PER_CLIENT = program("uniform_weights_per_client")
 
@@ -38,7 +42,7 @@ def notes(base, ragged, caplog):
 )
 def test_it_is_logged_where_nobody_chose(algorithm, notes):
     (message,) = notes(algorithm=algorithm)
-    assert message.startswith("clients have 4 to 12 examples and count equally in means; ")
+    assert message.startswith("clients of different sizes count equally in means; ")
     assert message.endswith(": algorithm.weights=samples")
 
 
@@ -66,15 +70,46 @@ def test_a_users_rule_that_gets_single_uploads_may_count_them_equally(notes, sou
     assert not notes(client="fedavg", server=f"{source('middle', PER_CLIENT)}:Middle")
 
 
-def test_a_sweep_does_not_repeat_it_for_each_trial(base, ragged, caplog):
-    caplog.set_level(logging.INFO, "raysim.notes")
-    config = {k: v for k, v in base.items() if k not in ("run_dir", "tracking")}
-    config |= {
-        "rounds": 1, "partition": ragged((4, 9, 12)), "schedule": {"cohort": 2}, "model": "logistic",
-        "algorithm": "fedavg", "local": {"steps": 1, "batch_size": 4, "lr": 0.1},
-    }  # fmt: skip
-    assert len(prepare_sweep({**config, "sweep": {"local.lr": [0.1, 0.2]}}).trials) == 2
-    assert not [record for record in caplog.records if record.name == "raysim.notes"]
+@pytest.fixture
+def unequal(base, ragged):
+    """A configuration whose clients have 4, 9 and 12 examples, with another order for each seed."""
+    config = {key: value for key, value in base.items() if key != "run_dir"}
+    return {
+        **config,
+        "rounds": 1,
+        "partition": ragged((4, 9, 12)),
+        "schedule": {"cohort": 2},
+        "model": "logistic",
+        "algorithm": "fedavg",
+        "local": {"steps": 1, "batch_size": 4, "lr": 0.1},
+    }
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_call_from_python_shows_it_without_logging_that_is_set_up(unequal, here, caplog):
+    raysim.run(unequal, tracking=False)
+    (message,) = warnings(caplog)
+    assert message.startswith("note: clients of different sizes count equally in means; ")
+
+
+def test_a_sweep_from_python_shows_it_once(unequal, here, caplog, monkeypatch):
+    monkeypatch.setattr(runner, "run_sweep", lambda sweep, *others: SweepResult(sweep, "", 0))
+    planned = raysim.sweep(unequal, algorithm=["fednova", "fedavg", "fedprox"], seed=[0, 1]).sweep
+    assert len(planned.trials) == 6
+    (message,) = warnings(caplog)
+    assert message.endswith("by their examples: algorithm.weights=samples")
+    caplog.clear()
+    raysim.sweep(unequal, algorithm=[{"name": "fedavg", "weights": "samples"}, "fednova"])
+    assert not warnings(caplog)
+
+
+def test_a_sweep_of_the_command_line_shows_it_once(unequal, raysim_):
+    Path("unequal.yaml").write_text(yaml.safe_dump(unequal))
+    said = raysim_("sweep", "unequal.yaml", "seed=0..2", "--dry-run")
+    assert said.out.count("note: clients of different sizes count equally") == 1
 
 
 def test_the_command_line_shows_it(raysim_, base, ragged, tmp_path):
@@ -83,4 +118,4 @@ def test_the_command_line_shows_it(raysim_, base, ragged, tmp_path):
         "run", "quickstart", "rounds=1", "algorithm=fedavg", "resources.executor=inline", "schedule.cohort=2",
         f"partition={{name: file, path: {partition['path']}}}", f"run_dir={tmp_path}/shown", f"tracking.uri={base['tracking']['uri']}",
     )  # fmt: skip
-    assert said.out.count("note: clients have 4 to 12 examples and count equally") == 1
+    assert said.out.count("note: clients of different sizes count equally") == 1

@@ -27,6 +27,8 @@ from raysim.reports.runs import RunSource
 from raysim.reports.table_columns import ResultsTable
 from raysim.reports.table_row import Figure
 from raysim.reports.tracked import STATISTICS, TrackedRun
+from raysim.rules import contract
+from raysim.rules.methods import registry
 from raysim.tracking import mlflow_client
 from raysim.tracking import spool_sender as tracking
 from raysim.tracking.recorder import Recorder
@@ -140,13 +142,14 @@ def test_rows_are_what_was_varied():
 def test_what_follows_from_a_name_is_no_column():
     """An algorithm's rules and their keys; but where one of these varies by itself it is one."""
     common = {"seed": 0, "server__name": "fedavg"}
+    default = default_settings("gradma")["beta1"]
     runs = [
         run([0.1], algorithm="fedavg", client__name="fedavg", **common),
         run([0.2], algorithm="fedprox", client__name="fedprox", mu=0.1, **common),
-        run([0.3], algorithm="gradma", client__name="gradma", client__beta1=0.5, **common),
+        run([0.3], algorithm="gradma", client__name="gradma", client__beta1=default, **common),
     ]
     assert [row.parameters for row in rows(runs)] == [
-        {"algorithm.name": n} for n in ("fedavg", "fedprox", "gradma")
+        {"algorithm.name": n} for n in ("fedavg", "fedprox(mu=0.1)", "gradma")
     ]
     runs.append(run([0.4], algorithm="fedprox", client__name="fedprox", mu=1.0, **common))
     assert [row.parameters.get("client.mu") for row in rows(runs)] == [None, "0.1", "1.0", None]
@@ -154,6 +157,56 @@ def test_what_follows_from_a_name_is_no_column():
         ResultsTable(rows(runs)).markdown().splitlines()[2]
         == "| fedavg | – | 1 | 10.00 | 10.00 | 0 |"
     )
+
+
+def default_settings(algorithm: str) -> dict[str, Any]:
+    """The defaults of a shipped method, as its rules state them."""
+    registry.discover()
+    method = contract.ALGORITHMS[algorithm]
+    fields = [*dataclasses.fields(method.client), *dataclasses.fields(method.server)]
+    return {field.name: field.default for field in fields} | dict(method.settings)
+
+
+def test_a_setting_without_a_column_stands_beside_the_name():
+    """What was chosen for a method, or another section with a name; not what is its default."""
+    mu = default_settings("fedprox")["mu"]
+    runs = [
+        run([0.1], algorithm="fedavg", server__weights="samples"),
+        run([0.2], algorithm="fedprox", mu=mu, server__weights="uniform"),
+        run([0.3], algorithm="krum", server__attackers=2, server__m=1, server__lr=1),
+        run([0.4], algorithm="my.py:Mine", server__beta=0.5, server__weights="uniform"),
+    ]
+    names = ["fedavg(weights=samples)", "fedprox", "krum(attackers=2)"]
+    names.append("Mine(weights=uniform, beta=0.5)")  # whose defaults no report knows
+    assert [row.parameters["algorithm.name"] for row in rows(runs)] == names
+    assert [curve.label for curve in curves(runs)] == names
+    assert list(ResultsTable(rows(runs)).frame["algorithm"]) == names
+    labels = ResultsTable(rows(runs), names={"krum(attackers=2)": "Krum"}).markdown()
+    assert "| Krum | 1 |" in labels
+    asked = rows(runs, group=["algorithm"])
+    assert [row.parameters["algorithm.name"] for row in asked][:3] == ["fedavg", "fedprox", "krum"]
+
+    attack = "groups__bad__client__name"
+    attacked: list[dict[str, Any]] = [
+        {attack: "sign_flip", "groups__bad__client__factor": 5},
+        {attack: "label_flip"},
+    ]
+    both = [run([0.5], algorithm="krum", mu=1, **keys) for keys in attacked]
+    shown = [row.parameters["groups.bad.client.name"] for row in rows(both)]
+    assert shown == ["sign_flip(factor=5)", "label_flip"]
+
+
+def test_settings_that_differ_within_a_method_are_all_shown():
+    """They were tuned for each split, say: mu then tells no rows apart."""
+    runs = [run([0.1], algorithm="fedavg", alpha=alpha) for alpha in (0.1, 1)]
+    runs += [
+        run([0.2], algorithm="fedprox", alpha=alpha, mu=mu) for alpha, mu in ((0.1, 0.3), (1, 0.5))
+    ]
+    assert [row.parameters["algorithm.name"] for row in rows(runs)][2:] == [
+        "fedprox(mu=0.3|0.5)"
+    ] * 2
+    ((panel, _),) = grouping.apart(runs, ["algorithm", "partition.alpha"])
+    assert panel == "", "an axis has it"
 
 
 def test_what_an_algorithm_sets_by_default_is_no_column():
@@ -235,7 +288,7 @@ def test_keys_that_only_one_kind_has_are_columns_only_where_they_tell_rows_apart
         run([0.2], local__optimizer__name="adam", local__optimizer__eps=eps, files__net="a" * 64)
         for eps in (0.1, 0.2)
     ]
-    assert rows([sgd, adam[0]])[1].parameters == {"local.optimizer.name": "adam"}
+    assert rows([sgd, adam[0]])[1].parameters == {"local.optimizer.name": "adam(eps=0.1)"}
     columns = [row.parameters.get("local.optimizer.eps") for row in rows([sgd, *adam])]
     assert sorted(columns, key=str) == ["0.1", "0.2", None]
     (line,) = ResultsTable(rows([adam[0]], group=["files.net"])).markdown().splitlines()[2:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -146,6 +147,19 @@ def name_of(section: Any) -> str | None:
     section = named(section)
     name = section.get("name") if isinstance(section, Mapping) else None
     return name if isinstance(name, str) else None
+
+
+def with_settings(name: str, settings: Mapping[str, Any]) -> str:
+    """Return a name with settings as people read them, such as fedprox(mu=0.1).
+
+    Args:
+        name: the name.
+        settings: values by key; text is shown as it is, anything else as JSON.
+    """
+    pairs = []
+    for key, value in settings.items():
+        pairs.append(f"{key}={value if isinstance(value, str) else json.dumps(value)}")
+    return f"{name}({', '.join(pairs)})" if pairs else name
 
 
 def default_name(name: str) -> BeforeValidator:

@@ -241,10 +241,8 @@ def note_uniform_weights(raw: Mapping[str, Any], plan: Plan) -> None:
     if sizes.max() <= ALIKE * sizes.min():
         return
     startup_stages.notes.info(
-        "clients have %d to %d examples and count equally in means; McMahan 2017, Flower and "
-        "PFLlib weigh them by their examples: %s.weights=samples",
-        sizes.min(),
-        sizes.max(),
+        "clients of different sizes count equally in means; McMahan 2017, Flower and PFLlib weigh "
+        "them by their examples: %s.weights=samples",
         _section_of_server(raw),
     )
 

@@ -115,7 +115,7 @@ def rows(
     keys = group_keys(runs, group)
     if across and not group:
         keys = list(dict.fromkeys([*keys, *resolved(runs, across, "columns (--columns)")]))
-    groups = grouped(runs, keys, say)
+    groups = grouped(runs, keys, say, settings=not group)
     table = []
     for named, members in groups:
         goal = target(members) if callable(target) else target

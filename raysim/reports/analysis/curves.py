@@ -52,7 +52,7 @@ def curves(
     panel_keys = resolved(runs, panels, "panels (--panels)")
     keys = list(dict.fromkeys([*panel_keys, *group_keys(runs, group)]))
     result = []
-    for named, members in grouped(runs, keys, say):
+    for named, members in grouped(runs, keys, say, settings=not group):
         panel = {key: named.pop(key) for key in panel_keys if key in named}
         with_history = [run for run in members if run.history]
         if with_history:
