@@ -11,6 +11,7 @@ in the same process only.
 
 from __future__ import annotations
 
+import ast
 import copyreg
 import dataclasses
 import functools
@@ -28,7 +29,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from raysim.config.distributions import distribution_of
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, is_users
 from raysim.spelling import lacking
 
 logger = logging.getLogger("raysim")
@@ -323,6 +324,8 @@ def _source(value: Any) -> bytes:
     """Return the source of a class or a function, or its code where there is none."""
     try:
         source = inspect.getsource(value).encode()
+        if isinstance(value, type):
+            return _source_of_class(value) or source
         if isinstance(value, FunctionType) and value.__name__ == "<lambda>":
             return source + f"\n# {_code_text(value.__code__)}".encode()  # a line may hold several
         return source
@@ -330,6 +333,32 @@ def _source(value: Any) -> bytes:
         functions = [value] if isinstance(value, FunctionType) else list(vars(value).values())
         codes = [f.__code__ for f in functions if isinstance(f, FunctionType)]
         return "\n".join(_code_text(code) for code in codes).encode()
+
+
+def _source_of_class(cls: type) -> bytes:
+    """Return the source of a class whose file defines several of its name; b"" for a single one.
+
+    `inspect` takes the first of them, so that a class that a script or a loop defines again would
+    have the source of another one.
+    """
+    lines, _ = inspect.findsource(sys.modules[cls.__module__])
+    defined = []
+    for node in ast.walk(ast.parse("".join(lines))):
+        if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
+            defined.append(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    if len(defined) < 2:
+        return b""
+    text = [repr(cls.__bases__)]
+    # The lines of its methods tell which one it is, and its values what it is without methods.
+    for member in vars(cls).values():
+        if isinstance(member, FunctionType) and is_users(member.__code__):
+            first = member.__code__.co_firstlineno
+            for span in defined:
+                if first in span:
+                    text += lines[span.start - 1 : span.stop - 1]
+        elif isinstance(member, bool | int | float | str | tuple | None):
+            text.append(repr(member))
+    return "\n".join(text).encode()
 
 
 def _code_text(code: CodeType) -> str:

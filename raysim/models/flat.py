@@ -29,6 +29,7 @@ from raysim.models.batchnorm_statistics import (
     statistics_vector,
 )
 from raysim.models.comparison import same_values
+from raysim.models.default_device import tensors_on
 from raysim.models.first_outputs import check_first_loss, check_outputs
 from raysim.models.keyed_layers import (
     DropoutCalls,
@@ -47,7 +48,6 @@ from raysim.rules.losses import Loss, cross_entropy, task_loss
 from raysim.rules.task import PassMode
 from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.shipped_tasks import Classification
-from raysim.system.default_device import tensors_on
 from raysim.system.global_generators import GlobalGenerators, generators_kept, seed_generators
 from raysim.system.signals import failing_as
 

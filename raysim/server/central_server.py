@@ -14,6 +14,7 @@ from numpy.random import Generator
 from torch import Tensor
 
 from raysim.errors import RaysimError
+from raysim.models.default_device import tensors_on
 from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import ServerRule, State, overridden
 from raysim.rules.errors.returned_values import check_tensors
@@ -35,7 +36,6 @@ from raysim.server.update_checks import (
     errors_name_rule,
 )
 from raysim.server.update_steps import UpdateStep
-from raysim.system.default_device import tensors_on
 from raysim.training.messages import Broadcast, WorkerResult
 
 T = TypeVar("T")

@@ -17,6 +17,7 @@ from raysim.config.schema import Config
 from raysim.data import Examples
 from raysim.data.partition.clients import ExampleLists, VirtualClients
 from raysim.metrics import VALIDATION
+from raysim.models.default_device import tensors_on
 from raysim.models.flat import BoundModel
 from raysim.rules.contract import ClientRule, ServerRule, overridden
 from raysim.rules.errors.returned_values import (
@@ -27,7 +28,6 @@ from raysim.rules.errors.returned_values import (
 from raysim.rules.errors.user_code import with_traceback
 from raysim.rules.losses import Net
 from raysim.rules.tasks.learning_task import TaskMetric
-from raysim.system.default_device import tensors_on
 from raysim.system.signals import reraise_stop
 from raysim.training.evaluation import Predict, measure
 from raysim.training.messages import Block, Broadcast, ClientEvaluation, ClientTask

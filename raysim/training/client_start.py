@@ -14,6 +14,7 @@ from torch import Tensor
 from raysim.config.schema import Config
 from raysim.data.examples import on_device
 from raysim.models.build import make_net
+from raysim.models.default_device import brought_to
 from raysim.models.flat import Model
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
@@ -26,7 +27,6 @@ from raysim.rules.errors.returned_values import (
 )
 from raysim.rules.errors.user_code import breach
 from raysim.rules.task import LocalData
-from raysim.system.default_device import brought_to
 from raysim.training.batches.client_batches import ClientBatches
 from raysim.training.groups import WorkerParts
 from raysim.training.messages import Broadcast, ClientTask

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from raysim.data import Examples
 from raysim.errors import RaysimError, with_users_line
+from raysim.models.default_device import tensors_on
 from raysim.models.flat import BoundModel
 from raysim.rules.batch import Batch
 from raysim.rules.losses import Net
 from raysim.rules.tasks.learning_task import TaskMetric
 from raysim.rules.tasks.loss_task import LossTask
-from raysim.system.default_device import tensors_on
 from raysim.training.tasks.forward_pass import ForwardPass, of_bound
 
 Predict = Callable[[Net], Tensor]

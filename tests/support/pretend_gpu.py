@@ -36,8 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from raysim.errors import is_users
+from raysim.models import default_device
 from raysim.prepare.dry_run import client_rule, server_rule
-from raysim.system import default_device
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 WAITS = {
@@ -593,7 +593,7 @@ def caller() -> str:
         if "/raysim/" not in frame.filename or "/tests/" in frame.filename:
             continue
         place = frame.filename.rpartition("/raysim/")[2]
-        if place != "system/default_device.py":  # every call of users' code passes through it
+        if place != "models/default_device.py":  # every call of users' code passes through it
             return f"{place}:{frame.lineno} {frame.name}"
     return "?"
 

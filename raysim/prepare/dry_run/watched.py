@@ -104,8 +104,7 @@ def _watched(name: str, method: Callable[..., Any], parameters: list[str]) -> Ca
             try:
                 returned = call_method(*args, **options)
             except Exception as error:
-                is_of_task = isinstance(error, ValueError) and raised_by_task(error)
-                if not (isinstance(error, BUGS) or is_of_task or mixes_devices(error)):
+                if not _is_mistake(error):
                     raise
                 if place_of_error(error):
                     raise ContractError(described(error)) from error
@@ -131,6 +130,12 @@ def _watched(name: str, method: Callable[..., Any], parameters: list[str]) -> Ca
         return returned
 
     return call
+
+
+def _is_mistake(error: Exception) -> bool:
+    """Return whether an error is certainly a mistake in the code, whatever the client."""
+    is_of_task = isinstance(error, ValueError) and raised_by_task(error)
+    return isinstance(error, BUGS) or is_of_task or mixes_devices(error)
 
 
 def _check_loss(rule: ClientRule, values: Any, net: Net) -> None:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from raysim.config.schema import Config
+from raysim.models.default_device import tensors_on
 from raysim.rules.batch import Batch
 from raysim.rules.contract import PLAIN_STEP, overridden
 from raysim.rules.errors.returned_values import check_direction, check_passes, check_step
-from raysim.system.default_device import tensors_on
 from raysim.training.client_start import PreparedClient
 from raysim.training.tasks.loop_task import LoopTask
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from raysim.errors import ContractError
+from raysim.models.default_device import tensors_on
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, State
-from raysim.system.default_device import tensors_on
 from raysim.system.signals import reraise_stop
 from raysim.training.batches.client_batches import PrefetchedBatches
 from raysim.training.client_start import PreparedClient

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import numpy as np
 
 from raysim.errors import ContractError
+from raysim.models.default_device import brought_to, tensors_on
 from raysim.rules.contract import State
 from raysim.rules.errors.returned_values import declared_noise
 from raysim.rules.errors.user_code import translate_errors
-from raysim.system.default_device import brought_to, tensors_on
 from raysim.training.batches.client_batches import ClientBatches
 from raysim.training.client_start import ClientStart, PreparedClient
 from raysim.training.groups import ClientGroup, WorkerParts

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.errors import ContractError
+from raysim.models.default_device import brought_to
 from raysim.rules.contract import ClientRule, Report, ServerRule, State
 from raysim.rules.errors.returned_values import check_finish
-from raysim.system.default_device import brought_to
 from raysim.training.client_start import PreparedClient
 from raysim.training.messages import Broadcast
 from raysim.training.tasks.loop_task import LoopTask
