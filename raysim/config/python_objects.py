@@ -128,6 +128,9 @@ def reference(value: Any) -> str:
         return f"{module}:{place}"
     description = _Description()
     texts = description.of(value)
+    own = getattr(value, "name", "")  # of an Algorithm, for one
+    if not place and isinstance(own, str) and own.isidentifier():
+        place = own
     label = (place or type(value).__qualname__).rpartition(".")[2]
     kind = description.unreadable
     if kind is None:

@@ -19,11 +19,14 @@ REQUIREMENTS_FILE = "requirements.txt"
 _NO_COMMAND = ("ipykernel_launcher.py", "default_worker.py", "-c", "")
 """Programs whose command no user typed: notebooks, Ray's workers and code passed to Python."""
 
+_TRIALS = ("sweeps", "trials", "__main__.py")
+"""The process that trains trials of a sweep; the sweep's own run has the command."""
+
 
 def command_line() -> str:
     """Return the command that started this process, without passwords; "" if no user typed it."""
     program = Path(sys.argv[0])
-    if program.name in _NO_COMMAND:
+    if program.name in _NO_COMMAND or program.parts[-3:] == _TRIALS:
         return ""
     if program.name == "raysim" or program.parts[-2:] == ("raysim", "__main__.py"):
         words = ["raysim", *sys.argv[1:]]

@@ -158,6 +158,7 @@ class FormReader(ArrayReader):
     def _entries(self, entries: Mapping[Any, Any], place: str) -> Half:
         """Return x, y and user of a mapping."""
         for key in lacking(entries, ("x", "y", *USER_KEYS)):
+            self._refuse_clients(entries.values())
             hint = did_you_mean(str(key), ("x", "y", "user"))
             raise self.error(f"{place} has the unknown key {key!r}{hint}")
         self._refuse_missing(("x", "y"), entries, f"{place} has no", "; give both")

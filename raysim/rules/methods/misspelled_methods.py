@@ -73,10 +73,10 @@ def refuse_untyped_fields(cls: type, section: str) -> None:
         ConfigError: it has one; names it and what to write.
     """
     for entry in dataclasses.fields(cls):
-        value = inspect.getattr_static(cls, entry.name, dataclasses.MISSING)
-        # A class with slots has descriptors in the place of the defaults.
-        if value is entry.default or inspect.ismemberdescriptor(value):
+        owner = next((base for base in cls.__mro__ if entry.name in vars(base)), None)
+        if owner is None or entry.name in inspect.get_annotations(owner):
             continue
+        value = vars(owner)[entry.name]
         written = f"= {value!r}" if isinstance(value, bool | int | float | str) else "= …"
         kind = entry.type if isinstance(entry.type, str) else type(value).__name__
         raise ConfigError(
