@@ -351,17 +351,35 @@ def _source_of_class(cls: type) -> bytes:
             defined.append(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     if len(defined) < 2:
         return b""
-    text = [repr(cls.__bases__)]
+    text: list[str] = []
     # The lines of its methods tell which one it is, and its values what it is without methods.
-    for member in vars(cls).values():
-        if isinstance(member, FunctionType) and is_users(member.__code__):
-            first = member.__code__.co_firstlineno
+    for name, member in vars(cls).items():
+        function = _function_of(member)
+        if function is not None and is_users(function.__code__):
+            text.append(_code_text(function.__code__))
             for span in defined:
-                if first in span:
+                if function.__code__.co_firstlineno in span:
                     text += lines[span.start - 1 : span.stop - 1]
-        elif isinstance(member, bool | int | float | str | tuple | None):
-            text.append(repr(member))
+        elif not name.startswith("__"):
+            text.append(f"{name} {_plain_text(member)}")
     return "\n".join(text).encode()
+
+
+def _function_of(member: Any) -> FunctionType | None:
+    """Return the function of a method, of a property or the like; None for another value."""
+    for attribute in ("fget", "__func__", "func"):
+        member = getattr(member, attribute, None) or member
+    return member if isinstance(member, FunctionType) else None
+
+
+def _plain_text(value: Any) -> str:
+    """Return a value of a class as text, if it is made of numbers and texts; else its type."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return f"{type(value).__name__} {[_plain_text(entry) for entry in value]}"
+    if isinstance(value, Mapping):
+        return str({key: _plain_text(entry) for key, entry in value.items()})
+    is_plain = isinstance(value, bool | int | float | str | None)
+    return repr(value) if is_plain else type(value).__qualname__
 
 
 def _code_text(code: CodeType) -> str:

@@ -21,7 +21,7 @@ from raysim.errors import is_users
 FACTORIES: frozenset[Callable[..., Tensor]] = frozenset(
     {
         torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.logspace,
-        torch.normal, torch.ones, torch.rand, torch.randint, torch.randn, torch.randperm,
+        torch.ones, torch.rand, torch.randint, torch.randn, torch.randperm,
         torch.tril_indices, torch.triu_indices, torch.zeros,
     }
 )  # fmt: skip
@@ -55,14 +55,17 @@ class _TensorsOn(TorchFunctionMode):
     ) -> Any:
         """Call a function of PyTorch."""
         kwargs = dict(kwargs or {})
-        is_named = kwargs.get("device") is not None or kwargs.get("generator") is not None
+        is_named = any(kwargs.get(key) is not None for key in ("device", "generator", "out"))
         if func in MAKERS and not is_named and is_users(sys._getframe(1).f_code):
             if func in FACTORIES:
                 kwargs["device"] = self.device
             else:
                 made = func(*args, **kwargs)
                 # PyTorch takes single numbers of the host together with tensors of any device.
-                return made.to(self.device) if made.ndim else made
+                if not made.ndim:
+                    return made
+                # A copy of a tensor with a gradient would be no leaf.
+                return made.detach().to(self.device).requires_grad_(made.requires_grad)
         return func(*args, **kwargs)
 
 
@@ -75,11 +78,14 @@ def tensors_on(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if device.type == "cpu" else _TensorsOn(device)
 
 
-def brought_to(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return tensors on a device; those that are there already are not copied.
+def brought_to(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return what a rule has made, with its tensors on a device; those there are not copied.
 
     Args:
-        tensors: the tensors by name.
+        values: tensors and other values by name.
         device: the device.
     """
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+    moved = {}
+    for name, value in values.items():
+        moved[name] = value.to(device) if isinstance(value, Tensor) else value
+    return moved

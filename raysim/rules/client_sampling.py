@@ -100,10 +100,11 @@ def client_numbers(returned: Any, pool: ClientPool) -> list[int]:
     if not isinstance(returned, Iterable):
         kind = "nothing" if returned is None else f"a {type(returned).__name__}"
         raise ValueError(f"returns {kind}; return a list of numbers from pool.ids")
-    clients = list(returned)
+    clients = [client.item() if isinstance(client, Tensor) else client for client in returned]
     for client in clients:
         # A mask of the pool would be clients 0 and 1.
-        if isinstance(client, bool | np.bool_) or not isinstance(client, int | np.integer):
+        is_number = isinstance(client, int | float | np.number) and not isinstance(client, bool)
+        if not is_number or client != int(client):
             raise ValueError(f"returns {client!r} as a client; return whole numbers from pool.ids")
     clients = [int(client) for client in clients]
     if unknown := sorted(set(clients) - set(pool.ids.tolist())):

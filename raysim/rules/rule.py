@@ -147,7 +147,7 @@ def _scheduled_fields(cls: type[Rule]) -> list[str]:
     for entry in dataclasses.fields(cls):
         kinds_of_field = get_args(kinds[entry.name])
         has_list = any(get_origin(kind) is list for kind in kinds_of_field)
-        if has_list and float in kinds_of_field:
+        if has_list and {int, float} & {*kinds_of_field}:
             scheduled.append(entry.name)
     return scheduled
 

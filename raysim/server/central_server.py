@@ -34,6 +34,7 @@ from raysim.server.update_checks import (
     check_update,
     described_uploads,
     errors_name_rule,
+    versions_of,
 )
 from raysim.server.update_steps import UpdateStep
 from raysim.training.messages import Broadcast, WorkerResult
@@ -298,7 +299,7 @@ class Server:
         with self._names_errors(rule, "update", round.t, lambda: described_uploads(reports)):
             # A copy, because the state before is compared with what `update` returns.
             provided = {key: self.state[key] for key in rule.provides if key in self.state}
-            versions = {key: tensor._version for key, tensor in provided.items()}
+            versions = versions_of(provided)
             state = rule.update({**self.state}, reports)
             check_update(rule, round.t, self.state, state, reports)
             check_unchanged(rule, "update", provided, versions)

@@ -71,6 +71,21 @@ def check_state(rule: ServerRule, method: str, before: State, state: State) -> N
             )
 
 
+def versions_of(tensors: State) -> dict[str, int]:
+    """Return the versions of tensors, as PyTorch counts changes in place; of those that have one.
+
+    A view has the version of the tensor whose part it is, another part of which may change.
+
+    Args:
+        tensors: the tensors by name.
+    """
+    return {
+        key: tensor._version
+        for key, tensor in tensors.items()
+        if not tensor.is_inference() and not tensor._is_view()
+    }
+
+
 def check_unchanged(
     rule: ServerRule, method: str, tensors: State, versions: Mapping[str, int]
 ) -> None:
@@ -85,8 +100,8 @@ def check_unchanged(
     Raises:
         ContractError: it has changed one.
     """
-    for key, tensor in tensors.items():
-        if tensor._version != versions[key]:
+    for key, version in versions.items():
+        if tensors[key]._version != version:
             raise breach(
                 rule,
                 method,

@@ -30,7 +30,7 @@ from raysim.rules import ClientRule
 @dataclass(frozen=True)
 class Bad(ClientRule):
     def direction(self, shared, state, batch, task):
-        if task.t >= 1:  # which no dry run reaches
+        if task.t >= 2:  # which no dry run reaches
             {how}
         return task.grad(state['w'], batch)
 """
@@ -93,9 +93,9 @@ class Idle(ClientRule):
     dies: bool = False
 
     def direction(self, shared, state, batch, task):
-        if task.t >= 1 and not self.dies:
+        if task.t >= 2 and not self.dies:
             Path("idle").write_text(str(os.getpid()))
-        if task.t >= 1 and self.dies and not os.path.exists("spared"):
+        if task.t >= 2 and self.dies and not os.path.exists("spared"):
             while not os.path.exists("ended"):
                 time.sleep(0.01)
             os.rename("ended", "spared")

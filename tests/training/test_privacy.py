@@ -12,7 +12,7 @@ from support.programs import program
 from torch.nn import functional as F
 
 import raysim
-from raysim.errors import ClientError, ConfigError
+from raysim.errors import ConfigError
 from raysim.models.flat import Model
 from raysim.models.nets.zoo import lenet, mlp
 from raysim.prepare.resolve import prepare
@@ -220,7 +220,9 @@ def test_what_cannot_be_private_is_refused(change, words, base):
 
 def test_a_rule_that_looks_twice_is_stopped_by_name(base, source):
     mine = source("twice", SECOND_LOOK)
-    with pytest.raises(ClientError, match="privacy covers the gradient in mode 'train'"):
+    with pytest.raises(
+        ConfigError, match=r"client.name: .*privacy covers the gradient in mode 'train'"
+    ):
         raysim.run(
             {
                 **base,
@@ -246,7 +248,9 @@ def test_a_rule_that_looks_another_way_is_stopped_unless_it_says_so(
         "server": "fedavg",
     }
     config |= {"privacy": {"noise_multiplier": 1}}
-    with pytest.raises(ClientError, match=f"privacy does not cover what comes of task.{method}"):
+    with pytest.raises(
+        ConfigError, match=rf"client.name: .*privacy does not cover what comes of task.{method}"
+    ):
         raysim.run(config)
     if rule == "Leak":
         config["client"] = {**config["client"], "said": True}

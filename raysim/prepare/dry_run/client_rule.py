@@ -488,17 +488,16 @@ def device_of(gpus: float | bool) -> str:
 
 
 def changed(broadcast: Broadcast) -> Broadcast:
-    """Return a broadcast of the same shapes with other numbers.
+    """Return a broadcast with other parameters.
 
     Args:
         broadcast: a version of the model.
     """
-    shared = dict(broadcast.shared)
-    for key, tensor in shared.items():
-        if tensor.is_floating_point():
-            # Not the same everywhere, which the outputs of a softmax would not show.
-            steps = torch.linspace(0.01, 0.02, max(tensor.numel(), 1)).to(tensor)
-            shared[key] = tensor + steps[: tensor.numel()].reshape(tensor.shape)
+    x = broadcast.shared["x"]
+    # Not the same everywhere, which the outputs of a softmax would not show. What else a server
+    # sends may be flags and masks, which have no other values.
+    steps = torch.linspace(0.01, 0.02, x.numel(), device=x.device, dtype=x.dtype)
+    shared = {**broadcast.shared, "x": x + steps}
     return replace(broadcast, shared=shared)
 
 

@@ -67,11 +67,21 @@ def check_tensors(rule: Rule, method: str, value: Any) -> None:
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             raise breach(rule, method, f"returns '{key}' as {kind}; make it a tensor")
-        _check_constant(rule, method, f"'{key}'", tensor)
+        check_constant(rule, method, f"'{key}'", tensor)
 
 
-def _check_constant(rule: Rule, method: str, name: str, tensor: Tensor) -> None:
-    """Check that a tensor that a method returned has no graph of autograd, which would grow."""
+def check_constant(rule: Rule, method: str, name: str, tensor: Tensor) -> None:
+    """Check that a tensor that a method returned has no graph of autograd, which would grow.
+
+    Args:
+        rule: the rule.
+        method: its method.
+        name: what the tensor is, for the message.
+        tensor: the tensor.
+
+    Raises:
+        ContractError: it has one.
+    """
     if tensor.requires_grad:
         raise breach(rule, method, f"returns {name} with requires_grad; return its .detach()")
 
@@ -143,7 +153,7 @@ def _check_like(rule: Rule, method: str, name: str, part: Any, like: Tensor) -> 
     """Check that a part of what a method returned is a tensor of the shape and type of another."""
     if not isinstance(part, Tensor):
         raise breach(rule, method, f"returns {_kind(part)} as {name}; return a tensor")
-    _check_constant(rule, method, name, part)
+    check_constant(rule, method, name, part)
     if part.shape != like.shape or part.dtype != like.dtype:
         raise breach(
             rule,
@@ -193,7 +203,6 @@ def check_direction(rule: Rule, w: Tensor, direction: Any) -> None:
             'return one of the shape of state["w"], '
             f"{list(w.shape)}, as task.grad gives it",
         )
-    _check_constant(rule, "direction", "the direction", direction)
 
 
 def check_step(rule: Rule, before: Mapping[str, Tensor], after: Any) -> None:
@@ -218,7 +227,7 @@ def check_step(rule: Rule, before: Mapping[str, Tensor], after: Any) -> None:
     _check_like(rule, "step", "w", after["w"], before["w"])
     for key, value in after.items():
         if isinstance(value, Tensor):
-            _check_constant(rule, "step", f"'{key}'", value)
+            check_constant(rule, "step", f"'{key}'", value)
 
 
 def check_evaluated(rule: Rule, x: Tensor, buffers: Tensor, evaluated: Any) -> None:

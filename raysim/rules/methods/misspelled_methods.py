@@ -52,7 +52,7 @@ def refuse_misspelled_methods(rule: type, section: str) -> None:
 def _refuse_value(cls: type, section: str, name: str, of_contract: Any) -> None:
     """Refuse a value of a class, or a field, that has the name of a method of the contract."""
     value = vars(cls).get(name)
-    can_be_method = callable(value) or isinstance(value, staticmethod | classmethod)
+    can_be_method = callable(value) or hasattr(value, "__get__")
     if inspect.isroutine(of_contract) and not can_be_method:
         raise ConfigError(
             f"{section}.name: {cls.__name__} has a value '{name}', which is a method of the "
@@ -77,6 +77,8 @@ def refuse_untyped_fields(cls: type, section: str) -> None:
         if owner is None or entry.name in inspect.get_annotations(owner):
             continue
         value = vars(owner)[entry.name]
+        if inspect.ismemberdescriptor(value):  # of a class with slots
+            continue
         written = f"= {value!r}" if isinstance(value, bool | int | float | str) else "= …"
         kind = entry.type if isinstance(entry.type, str) else type(value).__name__
         raise ConfigError(

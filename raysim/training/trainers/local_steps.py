@@ -14,7 +14,12 @@ from raysim.config.schema import Config
 from raysim.models.default_device import tensors_on
 from raysim.rules.batch import Batch
 from raysim.rules.contract import PLAIN_STEP, overridden
-from raysim.rules.errors.returned_values import check_direction, check_passes, check_step
+from raysim.rules.errors.returned_values import (
+    check_constant,
+    check_direction,
+    check_passes,
+    check_step,
+)
 from raysim.training.client_start import PreparedClient
 from raysim.training.tasks.loop_task import LoopTask
 
@@ -95,6 +100,7 @@ class LocalSteps:
             w = self.state["w"]
             direction = rule.direction(self.shared, self.state, batch, task)
             check_direction(rule, w, direction)
+            check_constant(rule, "direction", "the direction", direction)
             if self.config.local.accumulate > 1:
                 direction = self._mean_with(direction, place)
             if place.last:

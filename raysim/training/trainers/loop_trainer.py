@@ -69,7 +69,10 @@ class LoopTrainer(Trainer):
             client_task: the task of the client.
             batches: the mini-batches of its local steps.
         """
-        versions = {key: tensor._version for key, tensor in broadcast.shared.items()}
+        versions = {}
+        for key, tensor in broadcast.shared.items():
+            if not tensor.is_inference():  # which counts no changes
+                versions[key] = tensor._version
         try:
             with tensors_on(self.model.device):
                 client = self.start.prepare(task, rule, broadcast, client_task)
@@ -129,8 +132,8 @@ class LoopTrainer(Trainer):
 
 def _check_unchanged(rule: ClientRule, broadcast: Broadcast, versions: Mapping[str, int]) -> None:
     """Raise ContractError if a client has changed a tensor of the broadcast in place."""
-    for key, tensor in broadcast.shared.items():
-        if tensor._version != versions[key]:
+    for key, version in versions.items():
+        if broadcast.shared[key]._version != version:
             raise ContractError(
                 f"client rule '{rule.name}' changes shared[\"{key}\"] in place, which other "
                 "clients and the server use; write x = x + y for x += y"

@@ -41,4 +41,13 @@ class Wide(SECOND):  # type: ignore[no-redef]
 
 
 WIDER = Wide
-del Net, Wide
+EVEN, ODD = [], []
+for k in range(2):
+
+    class Property(SECOND):
+        width = property(lambda self: 2 if k else 3)
+        layers = [k, k]
+
+    (ODD if k else EVEN).append(Property)
+EVEN, ODD = EVEN[0], ODD[0]
+del Net, Wide, Property

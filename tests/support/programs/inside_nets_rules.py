@@ -50,6 +50,9 @@ class Extra(ServerRule):
     def uploads(self):
         return {"delta": "mean", "extra": "mean"}
 
+    def update(self, state, reports):
+        return {"x": state["x"] - reports.mean("delta")}
+
 
 class Bare(ClientRule):
     rho: float = 0.5

@@ -16,5 +16,5 @@ class Unasked(ServerRule):
 
 
 @dataclass(frozen=True)
-class Typo(ServerRule):
+class Typo(Unasked):
     needs_public_data = True  # type: ignore
