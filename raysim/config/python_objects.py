@@ -328,7 +328,7 @@ def _source(value: Any) -> bytes:
     try:
         source = inspect.getsource(value).encode()
         if isinstance(value, type):
-            return _source_of_class(value) or source
+            return _source_of_class(value, source.decode()).encode()
         if isinstance(value, FunctionType) and value.__name__ == "<lambda>":
             return source + f"\n# {_code_text(value.__code__)}".encode()  # a line may hold several
         return source
@@ -338,31 +338,33 @@ def _source(value: Any) -> bytes:
         return "\n".join(_code_text(code) for code in codes).encode()
 
 
-def _source_of_class(cls: type) -> bytes:
-    """Return the source of a class whose file defines several of its name; b"" for a single one.
+def _source_of_class(cls: type, source: str) -> str:
+    """Return the source of a class, and its values, which may come from a loop around it.
 
-    `inspect` takes the first of them, so that a class that a script or a loop defines again would
-    have the source of another one.
+    `inspect` takes the first class of a name in a file, so that one that a script defines again
+    would have the source of another one. Then the lines of its methods tell which one it is.
+
+    Args:
+        cls: the class.
+        source: what `inspect.getsource` gives for it.
     """
     lines, _ = inspect.findsource(sys.modules[cls.__module__])
     defined = []
     for node in ast.walk(ast.parse("".join(lines))):
         if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
             defined.append(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    if len(defined) < 2:
-        return b""
-    text: list[str] = []
-    # The lines of its methods tell which one it is, and its values what it is without methods.
+    is_only_one = len(defined) < 2
+    text = [source] if is_only_one else []
     for name, member in vars(cls).items():
         function = _function_of(member)
-        if function is not None and is_users(function.__code__):
-            text.append(_code_text(function.__code__))
+        if function is None and not name.startswith("_"):
+            text.append(f"# {name} = {_plain_text(member)}\n")
+        elif function is not None and is_users(function.__code__) and not is_only_one:
+            text.append(f"# {_code_text(function.__code__)}\n")
             for span in defined:
                 if function.__code__.co_firstlineno in span:
                     text += lines[span.start - 1 : span.stop - 1]
-        elif not name.startswith("__"):
-            text.append(f"{name} {_plain_text(member)}")
-    return "\n".join(text).encode()
+    return "".join(text)
 
 
 def _function_of(member: Any) -> FunctionType | None:
@@ -374,8 +376,10 @@ def _function_of(member: Any) -> FunctionType | None:
 
 def _plain_text(value: Any) -> str:
     """Return a value of a class as text, if it is made of numbers and texts; else its type."""
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple):
         return f"{type(value).__name__} {[_plain_text(entry) for entry in value]}"
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__} {sorted(map(_plain_text, value))}"
     if isinstance(value, Mapping):
         return str({key: _plain_text(entry) for key, entry in value.items()})
     is_plain = isinstance(value, bool | int | float | str | None)

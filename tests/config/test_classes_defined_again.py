@@ -25,9 +25,17 @@ def module(source, monkeypatch) -> ModuleType:
 
 
 def test_each_has_a_name_of_its_own(module):
-    classes = [module.FIRST, module.SECOND, module.WIDE, module.WIDER, module.EVEN, module.ODD]
+    classes = [
+        module.FIRST,
+        module.SECOND,
+        module.WIDE,
+        module.WIDER,
+        *module.LOOPED,
+        module.SLOW,
+        module.FAST,
+    ]
     names = [python_objects.reference(cls) for cls in classes]
-    assert len(set(names)) == 6
+    assert len(set(names)) == 8
     assert [python_objects.find(name, "model").value for name in names] == classes
     assert names == [python_objects.reference(cls) for cls in classes]
 

@@ -41,13 +41,29 @@ class Wide(SECOND):  # type: ignore[no-redef]
 
 
 WIDER = Wide
-EVEN, ODD = [], []
+LOOPED = []
 for k in range(2):
 
-    class Property(SECOND):
-        width = property(lambda self: 2 if k else 3)
+    class Looped(SECOND):
         layers = [k, k]
 
-    (ODD if k else EVEN).append(Property)
-EVEN, ODD = EVEN[0], ODD[0]
-del Net, Wide, Property
+    LOOPED.append(Looped)
+
+
+class Property(SECOND):
+    @property
+    def rate(self):
+        return 1.0
+
+
+SLOW = Property
+
+
+class Property(SECOND):  # type: ignore[no-redef]
+    @property
+    def rate(self):
+        return 3.0
+
+
+FAST = Property
+del Net, Wide, Looped, Property
