@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import FrozenInstanceError
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -226,16 +227,22 @@ def check_used(rule: ClientRule) -> None:
         # A static method is not watched.
         is_own = overridden(rule, [user]) and used in vars(type(rule))
         is_derived = issubclass(definers[used], definers[user])
-        # It may call it in later rounds only.
-        code = getattr(vars(definers[user])[user], "__code__", None)
-        is_named = code is not None and used in code.co_names
-        if is_own and is_derived and used not in called and not is_named:
+        # It may call it in later rounds only, perhaps by the base class.
+        names = _names_in(getattr(vars(definers[user])[user], "__code__", None))
+        if is_own and is_derived and used not in called and not {used, "super"} & names:
             raise breach(
                 rule,
                 used,
                 f"has no effect, because `{user}` of {definers[user].__name__} does not call it; "
                 f"define `{user}` too, or leave out `{used}`",
             )
+
+
+def _names_in(code: Any) -> set[str]:
+    """Return the names that code uses, also in functions inside it; none for what is no code."""
+    if not isinstance(code, CodeType):
+        return set()
+    return set(code.co_names).union(*map(_names_in, code.co_consts))
 
 
 class _Argument:
