@@ -67,8 +67,7 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(ConfigError.exit_code)
-    if code:
-        sys.exit(code)
+    sys.exit(code or 0)
 
 
 def _usage_text(error: Any) -> str:

@@ -200,7 +200,8 @@ def test_list_shows_where_a_method_is_from(install, monkeypatch, capsys, caplog)
     )
     for what, name in (("algorithms", "half"), ("clients", "halved")):
         monkeypatch.setattr(sys, "argv", ["raysim", "list", what, "--json"])
-        cli.main()
+        with pytest.raises(SystemExit):
+            cli.main()
         origins = {row["name"]: row["from"] for row in yaml.safe_load(capsys.readouterr().out)}
         assert (origins[name], origins["fedavg"]) == ("half-client 1.0", "raysim")
         assert "halfbroken" not in origins and "halfbroken fails on import" in caplog.text
@@ -334,7 +335,8 @@ def test_lists_have_what_packages_offer(others, monkeypatch, capsys):
         ("probes", "twice", "evaluate.theory"),
     ):
         monkeypatch.setattr(sys, "argv", ["raysim", "list", what])
-        cli.main()
+        with pytest.raises(SystemExit):
+            cli.main()
         lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
         assert lines[0][:2] == ["name", "from"]
         origins = {line[0]: line[1:3] for line in lines}
