@@ -103,8 +103,7 @@ def client_numbers(returned: Any, pool: ClientPool) -> list[int]:
     clients = [client.item() if isinstance(client, Tensor) else client for client in returned]
     for client in clients:
         # A mask of the pool would be clients 0 and 1.
-        is_number = isinstance(client, int | float | np.number) and not isinstance(client, bool)
-        if not is_number or client != int(client):
+        if isinstance(client, bool | np.bool_) or not isinstance(client, int | np.integer):
             raise ValueError(f"returns {client!r} as a client; return whole numbers from pool.ids")
     clients = [int(client) for client in clients]
     if unknown := sorted(set(clients) - set(pool.ids.tolist())):
