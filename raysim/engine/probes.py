@@ -172,7 +172,7 @@ def _guarded_measure(probe: Probe) -> Measure:
     ) -> dict[str, Any]:
         tensors = {**client.broadcast.shared, **update.report, "local_params": update.local_params}
         with guarded(probe, "measure", f"client {client.task.client}: "), _unchanged(tensors):
-            # The run goes on with the report, of which a probe may replace entries.
+            # A copy: a probe may put other tensors into it, and the run still needs the report.
             seen = replace(update, report={**update.report})
             return probe.measure(trainer, client, seen, request)
 

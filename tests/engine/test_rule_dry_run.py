@@ -16,8 +16,9 @@ from support.programs import program
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.dry_run import client_rule
-from raysim.prepare.dry_run.client_rule import RuleDryRun, batch_sizes, try_captures
+from raysim.prepare.dry_run.client_rule import RuleDryRun, try_captures
 from raysim.prepare.dry_run.server_rule import check_contract
+from raysim.prepare.dry_run.small_clients import batch_sizes
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
@@ -172,6 +173,12 @@ def test_a_rule_that_always_sends_nan_is_refused(where, given):
         prepare(config)
     # It may do so on purpose, as an attack.
     prepare({**config, "faults": {"on_client_error": "drop"}})
+
+
+def test_a_pair_with_uploads_of_its_own_that_sends_nan_is_refused(given, source):
+    server = source("rules", RULES) + ":Takes"
+    with pytest.raises(ConfigError, match="'nonumberoftwo' sends 'delta' that is NaN"):
+        prepare(given("NoNumberOfTwo", server=server))
 
 
 def test_nan_that_has_another_cause_is_the_runs_matter(given):

@@ -168,7 +168,7 @@ def default_settings(algorithm: str) -> dict[str, Any]:
 
 
 def test_a_setting_without_a_column_stands_beside_the_name():
-    """What was chosen for a method, or another section with a name; not what is its default."""
+    """Settings beside a method that are its defaults are not shown, nor those of other sections."""
     mu = default_settings("fedprox")["mu"]
     runs = [
         run([0.1], algorithm="fedavg", server__weights="samples"),

@@ -9,8 +9,8 @@ The dry run checks three properties of a client rule:
   give uncaptured. A step that keeps something in Python from one call to the next does not, and no
   other check would notice.
 
-The two clients have five and three of the run's examples and up to three local steps. Both ways are
-computed on the CPU, in a rehearsal of a GPU.
+Two small clients train, with up to three local steps. Both ways are computed on the CPU, in a
+rehearsal of a GPU.
 
 The rules that raysim ships are covered by its tests. They are not checked at each start, because
 this would take longer than a round.
@@ -27,12 +27,11 @@ import torch
 from torch import Tensor
 
 from raysim.config.schema import Config
-from raysim.data import Examples
-from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.engine.plan import Plan
-from raysim.engine.process_setup import make_public_data
-from raysim.errors import ConfigError, ContractError, RaysimError, counted
+from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.models.comparison import close, same_values
+from raysim.prepare.dry_run.finite_updates import keys_not_finite, refuse_not_finite
+from raysim.prepare.dry_run.small_clients import SmallClients, changed, device_of, next_task
 from raysim.prepare.dry_run.watched import check_used, watched
 from raysim.rules.contract import ClientRule, ServerRule, State, half_of, overridden
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE
@@ -41,35 +40,25 @@ from raysim.rules.methods.registry import is_tried
 from raysim.rules.reports import Reports
 from raysim.rules.uploads import declared
 from raysim.server.collusion import tampered
-from raysim.server.first_broadcast import first_broadcast, shapes_of_first_broadcast
+from raysim.server.first_broadcast import shapes_of_first_broadcast
 from raysim.system.processes import limited
-from raysim.training.batches.batch_order import batch_slice, batches_per_pass
 from raysim.training.client_evaluator import own_model
-from raysim.training.groups import ClientGroup, WorkerParts
 from raysim.training.messages import Block, Broadcast, ClientTask
 from raysim.training.trainers.host_graphs import rehearsal
 from raysim.training.trainers.lane_trainer import LaneTrainer
-from raysim.training.trainers.loop_trainer import LoopTrainer
 from raysim.training.trainers.trainer import Trainer
 from raysim.training.uploads.client_update import ClientUpdate
 from raysim.training.uploads.upload_chain import first_of_size
 
 logger = logging.getLogger("raysim")
 
-MAX_CLIENT_EXAMPLES = 5
-"""Largest number of examples of the larger client; the smaller client has two fewer."""
 
 STEPS_ON_LANES = 3
 """Local steps of a client in the comparison: the second one is captured, the third one replayed."""
 
-REAL_CLIENTS = 3
-"""Clients of the run that are trained if what the two small ones send is not finite."""
 
 DRY_RUN_TIMEOUT_S = 60.0
 """Time limit of the dry run in seconds; a rule that takes longer stays unchecked."""
-
-LARGE_NET_PARAMETERS = 2_000_000
-"""Number of parameters above which one client checks the contract."""
 
 
 ReportedTensors = dict[str, Tensor]
@@ -171,22 +160,15 @@ def try_captures(plan: Plan) -> str:
     return "not captured: a client fails, or batching.capture is false"
 
 
-class RuleDryRun:
-    """Dry run of a plan: two small clients, trained in this process on the CPU.
+class RuleDryRun(SmallClients):
+    """Dry run of the client rule of a plan.
 
     Args:
         plan: the plan of the run.
     """
 
     def __init__(self, plan: Plan):
-        self.plan = plan
-        self.config = plan.config
-        batches = batch_sizes(self.config, plan.clients, plan.needs_two_examples)
-        large = min(max(batches), MAX_CLIENT_EXAMPLES)
-        small = max(large - 2, 1) if len(batches) > 1 else large
-        self.large = plan.problem.size > LARGE_NET_PARAMETERS
-        chosen = np.linspace(0, len(plan.dataset.y) - 1, large + small).astype(np.int64)
-        self.clients = Clients(chosen, np.array([0, large, large + small]), np.empty(0, np.int64))
+        super().__init__(plan)
         self.has_captured = False
         """True once a local step has been captured."""
         self.refusals: list[str] = []
@@ -214,8 +196,8 @@ class RuleDryRun:
                 raise ContractError(update.broken)
         if any(update.error for update in trained):
             return
-        if all(_keys_not_finite(trainer, update) for update in trained):
-            self._refuse_not_finite()
+        if all(keys_not_finite(trainer, update) for update in trained):
+            refuse_not_finite(self.plan)
         # Another round between, since a rule that keeps a mean of what it sees would give the same
         # twice in a row.
         later = self._train_later_round(trainer, broadcast, trained)
@@ -233,7 +215,7 @@ class RuleDryRun:
             self._check_collusion(trainer, trained)
         if is_used and overridden(self.plan.client, ["begin", "evaluated"]):
             self._try_own_model(trainer, broadcast, tasks[0])
-            self._try_own_model(trainer, broadcast, _after(tasks[0], trained[0]))
+            self._try_own_model(trainer, broadcast, next_task(tasks[0], trained[0]))
 
     def _train_later_round(
         self, trainer: Trainer, broadcast: Broadcast, trained: list[ClientUpdate]
@@ -244,7 +226,7 @@ class RuleDryRun:
             ContractError: the rule breaks its contract in that round.
         """
         t = min(1, self.config.rounds - 1)
-        tasks = [replace(_after(update.task, update), base=t) for update in trained]
+        tasks = [replace(next_task(update.task, update), base=t) for update in trained]
         later = trainer.train_block({t: changed(broadcast)}, Block(0, tasks))
         for update in later:
             if update.broken is not None:
@@ -292,49 +274,6 @@ class RuleDryRun:
             for key, tensor in before.items():
                 if key not in after or not same_values(tensor, after[key]):
                     raise keeps_something(self.plan.client, f"a client has {key} that differs")
-
-    def _refuse_not_finite(self) -> None:
-        """Refuse a rule that is not finite for each of a few clients of the run, where SGD is.
-
-        The small clients may lack examples, such as those of a class of which a rule takes the
-        mean; and the step size may be too large.
-        """
-        if self.config.faults.on_client_error == "drop":  # it may do so on purpose
-            return
-        rule = self.plan.client
-        of_rule = self._not_finite_on_real_clients(rule)
-        of_sgd = self._not_finite_on_real_clients(ClientRule())
-        if of_rule is None or of_sgd is None or any(of_sgd) or not all(of_rule):
-            return
-        raise ContractError(
-            f"client rule '{rule.name}' sends '{of_rule[0][0]}' that is NaN or infinite for each "
-            f"of {counted(len(of_rule), 'client')} in the first round, where SGD with the same "
-            "local.lr has finite updates; look for a quotient, a root or a logarithm without a "
-            'value, such as a division by the norm of state["w"] - shared["x"], which is 0 in the '
-            f"first step ({class_defined_at(type(rule))})"
-        )
-
-    def _not_finite_on_real_clients(self, rule: ClientRule) -> list[list[str]] | None:
-        """Return the uploads of a few clients of the run that are not finite after a round.
-
-        Args:
-            rule: the client rule that they train with.
-
-        Returns:
-            The keys of these uploads for each client; None if a client fails.
-        """
-        clients = self.plan.clients
-        lists = [clients.client(i) for i in np.flatnonzero(clients.sizes)[:REAL_CLIENTS].tolist()]
-        dry_run = RuleDryRun(replace(self.plan, client=rule, stages=()))
-        offsets = np.cumsum([0, *map(len, lists)])
-        dry_run.clients = Clients(np.concatenate(lists), offsets, np.empty(0, np.int64))
-        trainer, broadcast, tasks = dry_run.stage()
-        steps = [self.plan.local_steps(self.config.local, len(examples)) for examples in lists]
-        tasks = [replace(task, steps=n) for task, n in zip(tasks, steps, strict=True)]
-        trained = trainer.train_block({0: broadcast}, Block(0, tasks))
-        if any(update.error for update in trained):
-            return None
-        return [_keys_not_finite(trainer, update) for update in trained]
 
     def _check_lengths(self, sent: Iterable[str], trained: list[ClientUpdate]) -> None:
         """Refuse uploads that differ in length between clients."""
@@ -419,40 +358,6 @@ class RuleDryRun:
                     )
         return None
 
-    def stage(self, device: str = "cpu") -> tuple[LoopTrainer, Broadcast, list[ClientTask]]:
-        """Return trainer, first broadcast and client tasks.
-
-        Uploads keep the precision of the run: `local.upload_dtype` is not used.
-
-        Args:
-            device: name of the torch device to train on.
-
-        Raises:
-            RaysimError: the server rule fails, or breaks its contract.
-        """
-        plan = self.plan
-        # The two clients have fewer examples than a large batch.
-        changes = {"upload_dtype": None, "drop_last": False}
-        local = self.config.local.model_copy(update=changes)
-        plan = replace(plan, config=self.config.model_copy(update={"local": local}))
-        model = plan.model(device)
-        x0, buffers = model.initial()
-        examples = Examples.of(
-            plan.dataset, "train", device, plan.dtype, plan.config.resources.gpus
-        )
-        public = make_public_data(plan.dataset, plan.dtype, device, [plan.client])
-        group = ClientGroup("", plan.client, plan.config)
-        parts = WorkerParts(plan.server, model, x0, examples, self.clients, public=public)
-        broadcast = first_broadcast(plan.server, x0, buffers, plan.problem)
-        return LoopTrainer(group, parts), broadcast, self._client_tasks()
-
-    def _client_tasks(self) -> list[ClientTask]:
-        """Return the tasks of both clients, with one local step each."""
-        tasks = []
-        for client, n in enumerate(self.clients.sizes.tolist()):
-            tasks.append(ClientTask(client, 0, 0, 0.5, min(n, 1), share=1.0))
-        return tasks
-
     @staticmethod
     def _train(
         trainer: Trainer, broadcast: Broadcast, tasks: list[ClientTask]
@@ -478,35 +383,6 @@ def _outputs(trainer: Trainer, trained: list[ClientUpdate]) -> list[ReportedTens
     return outputs
 
 
-def device_of(gpus: float | bool) -> str:
-    """Return the name of the device on which a rule is tried: a GPU if there is one for it.
-
-    Args:
-        gpus: the share of a GPU that the rule's process has in the run.
-    """
-    return "cuda:0" if gpus and torch.cuda.is_available() else "cpu"
-
-
-def changed(broadcast: Broadcast) -> Broadcast:
-    """Return a broadcast with other parameters.
-
-    Args:
-        broadcast: a version of the model.
-    """
-    x = broadcast.shared["x"]
-    # Not the same everywhere, which the outputs of a softmax would not show. What else a server
-    # sends may be flags and masks, which have no other values.
-    steps = torch.linspace(0.01, 0.02, x.numel(), device=x.device, dtype=x.dtype)
-    shared = {**broadcast.shared, "x": x + steps}
-    return replace(broadcast, shared=shared)
-
-
-def _keys_not_finite(trainer: Trainer, update: ClientUpdate) -> list[str]:
-    """Return the keys of the uploads of a client that are NaN or infinite somewhere."""
-    sent = [key for key in trainer.sent if key in update.report]
-    return [key for key in sent if not bool(update.report[key].isfinite().all())]
-
-
 def keeps_something(rule: ClientRule | ServerRule, found: str) -> ContractError:
     """Return the error for a rule that gives something else for the same arguments.
 
@@ -526,27 +402,3 @@ def _without_captures(config: Config) -> Config:
     """Return the configuration in which lanes capture no steps."""
     batching = config.batching.model_copy(update={"capture": False})
     return config.model_copy(update={"batching": batching})
-
-
-def _after(task: ClientTask, update: ClientUpdate) -> ClientTask:
-    """Return the next task of a client, with the state that it kept in training."""
-    kept = {key: value.cpu().numpy() for key, value in update.client_state.items()}
-    return replace(task, client_state=kept or None, seen=True)
-
-
-def batch_sizes(
-    config: Config, clients: Clients | VirtualClients, needs_two: bool = False
-) -> set[int]:
-    """Return the sizes of the mini-batches in a run; see `batches_per_pass`.
-
-    Args:
-        config: the configuration, with `local.batch_size`.
-        clients: the partition; clients without examples have no batches.
-        needs_two: whether a last batch of one joins the batch before.
-    """
-    sizes = set()
-    for n in np.unique(clients.sizes[clients.sizes > 0]).tolist():
-        size, drops = config.local.size_of_batches(n), config.local.drop_last
-        for i in (0, batches_per_pass(n, size, needs_two, drops) - 1):
-            sizes.add(len(range(n)[batch_slice(i, n, size, needs_two, drops)]))
-    return sizes or {1}

@@ -26,11 +26,9 @@ from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.models.comparison import same_values
 from raysim.prepare.dry_run.client_rule import (
     DRY_RUN_TIMEOUT_S,
-    LARGE_NET_PARAMETERS,
-    RuleDryRun,
-    device_of,
     keeps_something,
 )
+from raysim.prepare.dry_run.small_clients import LARGE_NET_PARAMETERS, SmallClients, device_of
 from raysim.prepare.dry_run.watched import watched
 from raysim.randomness import generator
 from raysim.rules.contract import ServerRule, State, overridden
@@ -115,7 +113,7 @@ def _train_two_rounds(plan: Plan) -> list[State]:
     problem = replace(plan.problem, n_clients=2, cohort=2, n_nonempty=2, n_held_out=0)
     plan = replace(plan, problem=problem)
     resources = plan.config.resources
-    trainer, _, tasks = RuleDryRun(plan).stage(device_of(resources.gpus))
+    trainer, _, tasks = SmallClients(plan).stage(device_of(resources.gpus))
     samples = trainer.clients.sizes.tolist()
     server = make_server(plan, device_of(resources.server_on_gpu))
     states: list[State] = []

@@ -216,3 +216,12 @@ class NoNumber(ClientRule):
     def finish(self, shared, state, client_state, data, task):
         delta = shared["x"] - state["w"]
         return {"delta": torch.log(-delta.norm()) * delta if self.where == "end" else delta}, {}
+
+
+@dataclass(frozen=True)
+class NoNumberOfTwo(NoNumber):
+    sends: ClassVar[tuple[str, ...]] = ("delta", "more")
+
+    def finish(self, shared, state, client_state, data, task):
+        report, kept = super().finish(shared, state, client_state, data, task)
+        return {**report, "more": report["delta"]}, kept
