@@ -87,15 +87,15 @@ def dry_run_rules(plan: Plan, client_key: str, server_key: str) -> None:
     for group in plan.groups:
         if plan.config.groups[group.name].client is not None:
             of_group = replace(plan, config=group.config, client=group.rule, stages=group.stages)
-            _dry_run_client_rule(of_group, f"groups.{group.name}.client.name")
+            _dry_run_client_rule(of_group, f"groups.{group.name}.client.name", group.name)
 
 
-def _dry_run_client_rule(plan: Plan, client_key: str) -> None:
+def _dry_run_client_rule(plan: Plan, client_key: str, group: str = "") -> None:
     """Check the client rule of a plan in a dry run, if it is to be tried."""
     rule = plan.client
     if not is_tried(rule):
         return
-    dry_run = RuleDryRun(plan)
+    dry_run = RuleDryRun(plan, group)
 
     def check() -> None:
         try:
@@ -165,10 +165,11 @@ class RuleDryRun(SmallClients):
 
     Args:
         plan: the plan of the run.
+        group: the name of the clients' group; "" is that of clients without one.
     """
 
-    def __init__(self, plan: Plan):
-        super().__init__(plan)
+    def __init__(self, plan: Plan, group: str = ""):
+        super().__init__(plan, group)
         self.has_captured = False
         """True once a local step has been captured."""
         self.refusals: list[str] = []
@@ -185,7 +186,7 @@ class RuleDryRun(SmallClients):
         """
         if self.config.example_privacy is not None:  # gradients of examples hide some mistakes
             config = self.config.model_copy(update={"privacy": None})
-            RuleDryRun(replace(self.plan, config=config)).check_contract()
+            RuleDryRun(replace(self.plan, config=config), self.group).check_contract()
         trainer, broadcast, tasks = self.stage(device_of(self.config.resources.gpus))
         if self.large:
             tasks = tasks[1:]
@@ -197,7 +198,7 @@ class RuleDryRun(SmallClients):
         if any(update.error for update in trained):
             return
         if all(keys_not_finite(trainer, update) for update in trained):
-            refuse_not_finite(self.plan)
+            refuse_not_finite(self.plan, self.group)
         # Another round between, since a rule that keeps a mean of what it sees would give the same
         # twice in a row.
         later = self._train_later_round(trainer, broadcast, trained)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -9,14 +10,17 @@ import numpy as np
 from raysim.config.schema import FEDAVG
 from raysim.data.partition.clients import Clients
 from raysim.engine.plan import Plan
-from raysim.errors import ContractError, counted
-from raysim.prepare.dry_run.small_clients import SmallClients
+from raysim.engine.process_setup import make_server
+from raysim.errors import ContractError, RaysimError, counted
+from raysim.prepare.dry_run.small_clients import SmallClients, cohort_of
 from raysim.rules.contract import ClientRule
 from raysim.rules.errors.user_code import class_defined_at
 from raysim.rules.methods import registry
 from raysim.training.messages import Block
 from raysim.training.trainers.trainer import Trainer
 from raysim.training.uploads.client_update import ClientUpdate
+
+logger = logging.getLogger("raysim")
 
 REAL_CLIENTS = 3
 """Clients of the run that are trained if what the two small ones send is not finite."""
@@ -33,7 +37,7 @@ def keys_not_finite(trainer: Trainer, update: ClientUpdate) -> list[str]:
     return [key for key in sent if not bool(update.report[key].isfinite().all())]
 
 
-def refuse_not_finite(plan: Plan) -> None:
+def refuse_not_finite(plan: Plan, group: str) -> None:
     """Refuse a rule that is not finite for each of a few clients of the run, where SGD is.
 
     The small clients may lack examples, such as those of a class of which a rule takes the
@@ -41,6 +45,7 @@ def refuse_not_finite(plan: Plan) -> None:
 
     Args:
         plan: the plan of the run.
+        group: the name of the clients' group; "" is that of clients without one.
 
     Raises:
         ContractError: the rule is not.
@@ -50,8 +55,8 @@ def refuse_not_finite(plan: Plan) -> None:
     rule = plan.client
     # The rule's own server may need uploads that SGD does not send.
     fedavg = registry.find_rule("server", FEDAVG)()
-    of_rule = _not_finite_on_real_clients(plan)
-    of_sgd = _not_finite_on_real_clients(replace(plan, client=ClientRule(), server=fedavg))
+    of_rule = _not_finite_on_real_clients(plan, group)
+    of_sgd = _not_finite_on_real_clients(replace(plan, client=ClientRule(), server=fedavg), group)
     if of_rule is None or of_sgd is None or any(of_sgd) or not all(of_rule):
         return
     raise ContractError(
@@ -63,24 +68,39 @@ def refuse_not_finite(plan: Plan) -> None:
     )
 
 
-def _not_finite_on_real_clients(plan: Plan) -> list[list[str]] | None:
+def _not_finite_on_real_clients(plan: Plan, group: str) -> list[list[str]] | None:
     """Return the uploads of a few clients of the run that are not finite after a round.
 
     Args:
         plan: the plan of the run, with the client rule that they train with.
+        group: the name of their group.
 
     Returns:
-        The keys of these uploads for each client; None if a client fails.
+        The keys of these uploads for each client; None if there is no client, or if the server or
+        a client fails.
     """
-    clients = plan.clients
-    lists = [clients.client(i) for i in np.flatnonzero(clients.sizes)[:REAL_CLIENTS].tolist()]
-    few = SmallClients(replace(plan, stages=()))
+    trained = plan.clients.sizes > 0
+    if plan.members is not None:
+        names = ["", *(of_group.name for of_group in plan.groups)]
+        trained &= plan.members == names.index(group)
+    ids = np.flatnonzero(trained)[:REAL_CLIENTS].tolist()
+    if not ids:
+        return None
+    lists = [plan.clients.client(i) for i in ids]
+    few = SmallClients(replace(plan, stages=()), group)
     offsets = np.cumsum([0, *map(len, lists)])
     few.clients = Clients(np.concatenate(lists), offsets, np.empty(0, np.int64))
-    trainer, broadcast, tasks = few.stage()
+    trainer, _, tasks = few.stage()
     steps = [plan.local_steps(plan.config.local, len(examples)) for examples in lists]
     tasks = [replace(task, steps=n) for task, n in zip(tasks, steps, strict=True)]
-    trained = trainer.train_block({0: broadcast}, Block(0, tasks))
-    if any(update.error for update in trained):
+    # A server may first learn in `before_round` what it sends, such as shares of examples.
+    samples = [len(examples) for examples in lists]
+    try:
+        broadcast = make_server(plan, "cpu").broadcast(cohort_of(tasks, samples, 0))
+    except RaysimError as error:  # the check of the server rule reports it
+        logger.debug("finite updates are not checked: %s", error)
         return None
-    return [keys_not_finite(trainer, update) for update in trained]
+    updates = trainer.train_block({0: broadcast}, Block(0, tasks))
+    if any(update.error for update in updates):
+        return None
+    return [keys_not_finite(trainer, update) for update in updates]

@@ -28,7 +28,12 @@ from raysim.prepare.dry_run.client_rule import (
     DRY_RUN_TIMEOUT_S,
     keeps_something,
 )
-from raysim.prepare.dry_run.small_clients import LARGE_NET_PARAMETERS, SmallClients, device_of
+from raysim.prepare.dry_run.small_clients import (
+    LARGE_NET_PARAMETERS,
+    SmallClients,
+    cohort_of,
+    device_of,
+)
 from raysim.prepare.dry_run.watched import watched
 from raysim.randomness import generator
 from raysim.rules.contract import ServerRule, State, overridden
@@ -117,9 +122,9 @@ def _train_two_rounds(plan: Plan) -> list[State]:
     samples = trainer.clients.sizes.tolist()
     server = make_server(plan, device_of(resources.server_on_gpu))
     states: list[State] = []
-    broadcast = server.broadcast(_round(tasks, samples, 0))
+    broadcast = server.broadcast(cohort_of(tasks, samples, 0))
     for t in range(min(2, plan.config.rounds)):
-        round = _round(tasks, samples, t)
+        round = cohort_of(tasks, samples, t)
         tasks = _weighed(plan, tasks, round)
         outcome = GroupTrainer([trainer]).train({t: broadcast}, [Block(0, tasks)])
         if any(result.error for result in outcome.clients):
@@ -132,7 +137,7 @@ def _train_two_rounds(plan: Plan) -> list[State]:
             replace(task, base=t + 1, seen=True, client_state=kept[task.client]) for task in tasks
         ]
         with _unchanged(server.rule, "before_round", broadcast):
-            following = server.broadcast(_round(tasks, samples, t + 1))
+            following = server.broadcast(cohort_of(tasks, samples, t + 1))
         broadcast = following
     return states
 
@@ -187,18 +192,6 @@ def _select(plan: Plan, t: int) -> list[int]:
         pool = replace(pool, loss=known, duration=known, last_round=zeros, n_rounds=zeros + 1)
     losses[~np.isin(pool.ids, candidates)] = np.nan
     return server.select(replace(pool, current_loss=losses), generator(seed, "cohort", t))
-
-
-def _round(tasks: list[ClientTask], samples: list[int], t: int) -> RoundCohort:
-    """Return a synchronous round of the two clients."""
-    return RoundCohort(
-        t,
-        ids=[task.client for task in tasks],
-        bases=[t] * len(tasks),
-        weights=[task.weight for task in tasks],
-        samples=samples,
-        steps=[task.steps for task in tasks],
-    )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from raysim.data import Examples
 from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import make_public_data
+from raysim.server.central_server import RoundCohort
 from raysim.server.first_broadcast import first_broadcast
 from raysim.training.batches.batch_order import batch_slice, batches_per_pass
 from raysim.training.groups import ClientGroup, WorkerParts
@@ -33,10 +34,12 @@ class SmallClients:
 
     Args:
         plan: the plan of the run.
+        group: the name of their group; "" is that of clients without one.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, group: str = ""):
         self.plan = plan
+        self.group = group
         self.config = plan.config
         batches = batch_sizes(self.config, plan.clients, plan.needs_two_examples)
         large = min(max(batches), MAX_CLIENT_EXAMPLES)
@@ -67,7 +70,7 @@ class SmallClients:
             plan.dataset, "train", device, plan.dtype, plan.config.resources.gpus
         )
         public = make_public_data(plan.dataset, plan.dtype, device, [plan.client])
-        group = ClientGroup("", plan.client, plan.config)
+        group = ClientGroup(self.group, plan.client, plan.config)
         parts = WorkerParts(plan.server, model, x0, examples, self.clients, public=public)
         broadcast = first_broadcast(plan.server, x0, buffers, plan.problem)
         return LoopTrainer(group, parts), broadcast, self._client_tasks()
@@ -107,6 +110,24 @@ def next_task(task: ClientTask, update: ClientUpdate) -> ClientTask:
     """Return the next task of a client, with the state that it kept in training."""
     kept = {key: value.cpu().numpy() for key, value in update.client_state.items()}
     return replace(task, client_state=kept or None, seen=True)
+
+
+def cohort_of(tasks: list[ClientTask], samples: list[int], t: int) -> RoundCohort:
+    """Return the clients of a synchronous round.
+
+    Args:
+        tasks: what each client is to do.
+        samples: number of training examples of each client.
+        t: the round.
+    """
+    return RoundCohort(
+        t,
+        ids=[task.client for task in tasks],
+        bases=[t] * len(tasks),
+        weights=[task.weight for task in tasks],
+        samples=samples,
+        steps=[task.steps for task in tasks],
+    )
 
 
 def batch_sizes(
