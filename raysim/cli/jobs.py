@@ -130,8 +130,6 @@ def checked_command(
         ConfigError: the command is invalid, it names files that are not uploaded, or its tracking
             store would be lost with the job.
     """
-    from raysim.distributed.cluster.jobs import is_excluded
-
     name, *arguments = command or ("",)
     if name not in SUBMITTABLE_COMMANDS:
         raise ConfigError(
@@ -149,11 +147,7 @@ def checked_command(
     with _inside(working_dir):
         _check_configurations(name, source, options)
     relative = _relative_to(working_dir, source)
-    if is_excluded(working_dir, relative):
-        raise ConfigError(
-            f"submit: {relative} is not uploaded with the job, because .gitignore or .rayignore "
-            f"of {working_dir.resolve()} names it; take it out there, or move the file"
-        )
+    _check_uploaded(working_dir, relative)
     return [name, *(relative if argument == source else argument for argument in arguments)]
 
 
@@ -163,6 +157,17 @@ def _check_files(working_dir: Path, requirements: Path | None) -> None:
         raise ConfigError(f"--working-dir: there is no folder {working_dir}")
     if requirements is not None and not requirements.is_file():
         raise ConfigError(f"--requirements: there is no file {requirements}")
+
+
+def _check_uploaded(working_dir: Path, path: str) -> None:
+    """Raise ConfigError if a file in the working directory is left out of the upload."""
+    from raysim.distributed.cluster.jobs import is_excluded
+
+    if is_excluded(working_dir, path):
+        raise ConfigError(
+            f"submit: {path} is not uploaded with the job, because .gitignore or .rayignore of "
+            f"{working_dir.resolve()} names it; take it out there, or move the file"
+        )
 
 
 def _check_resumed(run_dir: str, options: Sequence[str], working_dir: Path) -> None:
@@ -215,6 +220,9 @@ def _check_places(config: Config) -> None:
                 f"{section}: {path} is not uploaded with the job; put it into --working-dir "
                 "and name it relative to that folder"
             )
+        if not path.is_file():
+            raise ConfigError(f"{section}: there is no file {path} in --working-dir")
+        _check_uploaded(Path(), str(path))
 
 
 def _refuse_secrets(uri: str) -> None:

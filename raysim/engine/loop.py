@@ -401,7 +401,10 @@ class Engine(Generic[ModelHandle]):
             checkpoint.write_checkpoint(self.run_dir, saved, asked.keep, best)
         except checkpoint.Unwritable as error:
             if asked.required:
-                raise
+                raise checkpoint.Unwritable(
+                    f"{error}; free some space and continue from the last checkpoint with `raysim "
+                    "resume`, or set checkpoint.required=false to train without checkpoints"
+                ) from None
             self.state.recoveries["system/checkpoints_failed"] += 1
             logger.warning("%s; the run continues without it", error)
         # Checkpoints that are removed by now no longer need their slots.

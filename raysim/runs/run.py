@@ -36,6 +36,7 @@ from raysim.runs.run_dir import (
     forget,
     how_to_continue,
     make_run_dir,
+    warn_if_deleted_with_job,
     without_secrets,
     write_config,
 )
@@ -186,6 +187,8 @@ def _own_folder(plan: Plan, run_dir: Path, is_new: bool) -> Iterator[None]:
     try:
         with lock.alone(run_dir):
             output.keep_rest_in(run_dir)
+            if is_new:
+                warn_if_deleted_with_job(run_dir, "run_dir")
             files.refuse_links(
                 run_dir, [client_store.ROWS_FOLDER] if plan.config.client_state.dir else []
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 import shutil
@@ -20,6 +21,11 @@ from raysim.system import files, lock
 from raysim.system.output import REST_FILE
 from raysim.tracking import spool
 from raysim.tracking.mlflow_process.run_client import folder_of_tracked_run
+
+logger = logging.getLogger("raysim")
+
+JOB_FOLDERS = "working_dir_files"
+"""Folder of a Ray node for the working directories that jobs upload."""
 
 HISTORY_FILE = "history.csv"
 """Table of the metrics, one row per round."""
@@ -163,6 +169,21 @@ def make_run_dir(plan: Plan) -> Path:
             _make(path)
             return path
     raise ConfigError(f"run_dir: {stem} and its numbered followers are all taken; give run_dir")
+
+
+def warn_if_deleted_with_job(folder: Path, key: str) -> None:
+    """Log a warning if a folder is in the copy of the working directory that Ray deletes.
+
+    Args:
+        folder: the folder of a run, or of a sweep's trials.
+        key: the key or option that moves it.
+    """
+    if JOB_FOLDERS in folder.absolute().parts:
+        logger.warning(
+            "%s is deleted with this job; a folder on a shared disk (%s) can be resumed",
+            folder,
+            key,
+        )
 
 
 def _make(path: Path, exist_ok: bool = False) -> None:

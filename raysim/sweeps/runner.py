@@ -22,6 +22,7 @@ from raysim.runs.artifacts.description import NOTE
 from raysim.runs.provenance import command_tag
 from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import best_values
+from raysim.runs.run_dir import warn_if_deleted_with_job
 from raysim.sweeps import search_space, summary
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
 from raysim.sweeps.preparation import prepare_sweep
@@ -261,6 +262,7 @@ def _lock_trials(folder: Path) -> Iterator[None]:
             f"--dir: {folder} cannot be created: {error.strerror}; choose another folder"
         ) from None
     output.keep_rest_in(folder)
+    warn_if_deleted_with_job(folder, "--dir")
     alone = FileLock(folder.parent / ".lock", timeout=0)
     try:
         alone.acquire()

@@ -43,6 +43,17 @@ def test_a_run_that_is_not_uploaded_is_not_resumed(folder: Path) -> None:
     assert checked_command(["resume", "0" * 32], folder)  # MLflow's id
 
 
+def test_a_file_of_the_users_code_has_to_be_uploaded(folder: Path) -> None:
+    command = ["run", "mine.yaml", "model=net.py:make"]
+    with pytest.raises(ConfigError, match=r"model: there is no file net\.py in --working-dir"):
+        checked_command(command, folder)
+    (folder / "net.py").touch()
+    assert checked_command(command, folder) == command
+    (folder / ".gitignore").write_text("net.py\n")
+    with pytest.raises(ConfigError, match=r"net\.py is not uploaded.*\.gitignore"):
+        checked_command(command, folder)
+
+
 def test_variables_of_this_machine_do_not_count_for_a_job(folder: Path, monkeypatch) -> None:
     (folder / "mine.yaml").write_text(yaml.safe_dump({**SHARED, "tracking": {}}))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")

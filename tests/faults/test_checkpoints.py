@@ -217,6 +217,7 @@ def test_the_run_stops_where_a_checkpoint_is_required(uri, tmp_path, what):
     code, lines = on_a_full_disk(tmp_path, what, 3, "run", written(tmp_path, config))
     assert code == 1, lines
     assert lines[-1].startswith("error: ") and re.search(r"\(\d+ MB free there\)", lines[-1])
+    assert "checkpoint.required=false" in lines[-1]
     if what != "size":  # that limit may meet the tracker's thread as well
         assert not [line for line in lines if "Traceback" in line]
     there = checkpoint_rounds(tmp_path / "run")
@@ -255,7 +256,7 @@ def test_the_run_goes_on_where_a_checkpoint_is_not_required(uri, tmp_path):
     assert failed == {7: 1, 8: 1, 9: 2, 10: 2}
     each = [line for line in lines if "cannot be written" in line]
     assert len(each) == 3 and all(
-        "MB free" in line and "continues without it" in line for line in each
+        "MB free" in line and line.endswith("there); the run continues without it") for line in each
     )
 
 

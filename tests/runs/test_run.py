@@ -355,6 +355,22 @@ def test_run_takes_keywords(config, tmp_path):
     )
 
 
+@pytest.mark.parametrize("sweeps", [False, True])
+def test_a_folder_that_ray_deletes_with_a_job_is_named(tmp_path, monkeypatch, caplog, sweeps):
+    copy = tmp_path / "working_dir_files" / "_ray_pkg_1"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    config = {"data": "digits", "rounds": 1, "algorithm": "fedavg"}
+    config["resources"] = {"executor": "inline"}
+    if sweeps:
+        raysim.sweep(config, seed=[0, 1])
+    else:
+        raysim.run(config)
+        raysim.run(config, run_dir=str(tmp_path / "kept"))
+    (warning,) = (text for text in caplog.messages if "is deleted with this job" in text)
+    assert str(copy) in warning and ("--dir" if sweeps else "run_dir") in warning
+
+
 @pytest.mark.parametrize(
     ("every", "rounds", "expected"),
     [(3, 7, [0, 3, 6, 7]), (3, 6, [0, 3, 6]), (1, 2, [0, 1, 2]), (10, 3, [0, 3]), (0, 3, [])],

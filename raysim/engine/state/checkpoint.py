@@ -133,9 +133,7 @@ def write_checkpoint(
         free = shutil.disk_usage(run_dir).free / 1e6
         shutil.rmtree(partial, ignore_errors=True)
         raise Unwritable(
-            f"checkpoint {final} cannot be written: {error} ({free:.0f} MB free there); free some "
-            "space and continue from the last checkpoint with `raysim resume`, or set "
-            "checkpoint.required=false to train without checkpoints"
+            f"checkpoint {final} cannot be written: {error} ({free:.0f} MB free there)"
         ) from None
     available = available_checkpoints(run_dir)
     kept = set(available[-keep:])
