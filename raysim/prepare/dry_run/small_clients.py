@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -12,13 +13,16 @@ from raysim.data import Examples
 from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import make_public_data
-from raysim.server.central_server import RoundCohort
+from raysim.errors import RaysimError
+from raysim.server.central_server import RoundCohort, Server
 from raysim.server.first_broadcast import first_broadcast
 from raysim.training.batches.batch_order import batch_slice, batches_per_pass
 from raysim.training.groups import ClientGroup, WorkerParts
 from raysim.training.messages import Broadcast, ClientTask
 from raysim.training.trainers.loop_trainer import LoopTrainer
 from raysim.training.uploads.client_update import ClientUpdate
+
+logger = logging.getLogger("raysim")
 
 MAX_CLIENT_EXAMPLES = 5
 """Largest number of examples of the larger client; the smaller client has two fewer."""
@@ -49,7 +53,7 @@ class SmallClients:
         self.clients = Clients(chosen, np.array([0, large, large + small]), np.empty(0, np.int64))
 
     def stage(self, device: str = "cpu") -> tuple[LoopTrainer, Broadcast, list[ClientTask]]:
-        """Return trainer, first broadcast and client tasks.
+        """Return trainer, first broadcast and client tasks; the broadcast is after `before_round`.
 
         Uploads keep the precision of the run: `local.upload_dtype` is not used.
 
@@ -72,8 +76,14 @@ class SmallClients:
         public = make_public_data(plan.dataset, plan.dtype, device, [plan.client])
         group = ClientGroup(self.group, plan.client, plan.config)
         parts = WorkerParts(plan.server, model, x0, examples, self.clients, public=public)
-        broadcast = first_broadcast(plan.server, x0, buffers, plan.problem)
-        return LoopTrainer(group, parts), broadcast, self._client_tasks()
+        tasks = self._client_tasks()
+        round = cohort_of(tasks, self.clients.sizes.tolist(), 0)
+        try:
+            broadcast = Server(plan.server, x0, buffers, plan.problem).broadcast(round)
+        except RaysimError as error:  # `before_round` may need the clients of the run
+            logger.debug("the first broadcast is tried without clients: %s", error)
+            broadcast = first_broadcast(plan.server, x0, buffers, plan.problem)
+        return LoopTrainer(group, parts), broadcast, tasks
 
     def _client_tasks(self) -> list[ClientTask]:
         """Return the tasks of both clients, with one local step each."""
