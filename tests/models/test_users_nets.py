@@ -715,7 +715,7 @@ def renamed_by_a_hook() -> nn.Module:
 
 def quantised() -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")
         return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(6, 3)), {nn.Linear})
 
 
