@@ -96,7 +96,9 @@ _OBJECTS: dict[str, PythonObject] = {}
 
 
 def _keep(name: str, value: Any, texts: Mapping[str, bytes]) -> PythonObject:
-    return _OBJECTS.setdefault(name, PythonObject(name, value, texts))
+    # The new object, since an earlier one of this content may have been changed in place.
+    _OBJECTS[name] = PythonObject(name, value, texts)
+    return _OBJECTS[name]
 
 
 def find(name: str, key: str) -> PythonObject:
@@ -316,6 +318,8 @@ def _of_array(value: Any) -> str:
     if getattr(value, "is_meta", False):  # refused where the net is built
         return f"{value.dtype} {tuple(value.shape)} meta"
     array = value.detach().cpu() if hasattr(value, "detach") else value
+    if getattr(array, "is_quantized", False):
+        array = array.dequantize()
     try:
         content = array.numpy().tobytes() if hasattr(array, "numpy") else array.tobytes()
     except TypeError:  # a type that NumPy lacks, such as bfloat16

@@ -26,7 +26,11 @@ from raysim.models.initial.start import freeze, load_weights
 from raysim.models.nets.zoo import NETS
 from raysim.randomness import generator
 from raysim.spelling import did_you_mean
-from raysim.system.signals import reraise_stop
+from raysim.system.global_generators import GENERATORS, generators_kept, seed_generators
+from raysim.system.signals import failing_as, reraise_stop
+
+EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+"""Name in a state_dict of what `get_extra_state` of a layer returns."""
 
 
 def catalogue() -> Iterator[tuple[str, Any, str]]:
@@ -256,7 +260,8 @@ def make_net(
 ) -> nn.Module:
     """Build the configured net with keyed initial values.
 
-    The initial values depend on the seed only, so all algorithms start from the same x_0.
+    The initial values depend on the seed only, so all algorithms start from the same x_0. They may
+    come from the global generators of torch, NumPy and Python.
 
     Args:
         config: the configuration; its section `model` names the net and its parameters.
@@ -284,8 +289,10 @@ def make_net(
     taken = inspect.signature(factory).parameters
     of_data: dict[str, Any] = {"shape": shapes_of(inputs) if inputs else shape, "classes": classes}
     of_data = {key: value for key, value in of_data.items() if key in taken}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(generator(config.seed, "init").integers(2**63)))
+    number = int(generator(config.seed, "init").integers(2**63))
+    with generators_kept():
+        seed_generators(GENERATORS, number % 2**32)
+        torch.manual_seed(number)
         net = _built(name, lambda: factory(**of_data, **arguments))
         if "projection" in common:
             _add_projection(net, common["projection"], classes)
@@ -331,13 +338,31 @@ def _set_start(net: nn.Module, common: Mapping[str, Any], dtype: torch.dtype) ->
 def _refuse_odd_nets(net: nn.Module) -> None:
     """Refuse a net that cannot be copied, read layer by layer, or bound to vectors."""
     _refuse_odd_layers(net)
-    for name, value in net.state_dict(keep_vars=True).items():
+    _refuse_odd_state_dict(net)
+    _refuse_odd_tensors(net)
+
+
+def _refuse_odd_state_dict(net: nn.Module) -> None:
+    """Refuse a net whose state_dict is not that of its parameters and buffers."""
+    with failing_as(lambda why: ConfigError(f"model: state_dict(keep_vars=True) fails: {why}")):
+        state = net.state_dict(keep_vars=True)
+    own = dict(net.named_parameters(remove_duplicate=False))
+    wrong = sorted(own.keys() - state.keys())
+    own |= dict(net.named_buffers(remove_duplicate=False))
+    for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise ConfigError(
                 f"model: '{name}' of the state_dict is no tensor but {type(value).__name__}, which "
                 "the server could not average; keep it in an attribute"
             )
-    _refuse_odd_tensors(net)
+        if own.get(name) is not value and not name.endswith(EXTRA_STATE):
+            wrong.append(name)
+    if wrong:
+        raise ConfigError(
+            f"model: the state_dict of {type(net).__name__} is not that of its parameters and "
+            f"buffers, as '{wrong[0]}' shows, and results are saved by these; remove its own "
+            "state_dict, or the hook that changes it"
+        )
 
 
 def _refuse_other_types(net: nn.Module, dtype: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -130,6 +131,17 @@ def test_a_folder_of_parquet_files_is_read_as_load_dataset_does(tmp_path, monkey
     assert dataset.x.tolist() == TOKENS.tolist() and dataset.classes == ("0", "1", "2")
     with pytest.raises(ConfigError, match=r"^data.config: .*/a: .*german"):
         load_dataset(section(str(tmp_path / "a"), config="german"))
+
+
+def test_a_column_of_users_that_only_the_training_file_has(tmp_path, monkeypatch):
+    """load_dataset gives it to the test split, too, without values."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "a").mkdir()
+    half = {"f": [0.5, 1.5, 2.5], "label": [0, 1, 1]}
+    pd.DataFrame({**half, "who": [3, 4, 3]}).to_parquet(tmp_path / "a" / "train.parquet")
+    pd.DataFrame(half).to_parquet(tmp_path / "a" / "test.parquet")
+    dataset = load_dataset(section(str(tmp_path / "a"), x="f", y="label", user="who"))
+    assert dataset.group_names == ("3", "4") and dataset.test_groups is None
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ def test_targets_where_there_is_no_token_are_refused():
         (Dataset(), "the training examples have no length .*; define __len__"),
         (X, "the training examples are a ndarray; expected"),
         ([X, Y, Y], "the training examples are a list of 3; expected"),
-        ([TENSORS, TENSORS, TENSORS], "these are 3 sets of examples, as if each client .* users"),
+        ([TENSORS, TENSORS, TENSORS], "these are 3 sets of examples, as if each client .* users.* validation .* out"),
         (DataLoader(TENSORS), r"the training examples are a DataLoader.*\(its attribute dataset\)"),
         (Listed(((X[0], X[1]), 0), ((X[2], X[3]), 1)), "x_test is one array, and x has the inputs 0, 1"),
         (Listed(({"a": X[0], "b": X[1]}, 0), (X[2], 1)), r"x of training example 1 has other inputs than \['a', 'b'\]"),
@@ -255,7 +255,10 @@ def test_what_cannot_be_read_is_one_error_that_names_it(train, message):
 CLIENTS = [(X, Y), (X, Y), (X, Y), (X, Y)]
 
 
-@pytest.mark.parametrize("content", [CLIENTS, CLIENTS[:3], [TENSORS] * 4, dict(enumerate(CLIENTS))])
+@pytest.mark.parametrize(
+    "content",
+    [CLIENTS, CLIENTS[:3], [TENSORS] * 4, [DataLoader(TENSORS)] * 4, dict(enumerate(CLIENTS))],
+)
 def test_the_examples_of_each_client_by_itself_are_refused(content):
     with pytest.raises(
         ConfigError, match=r"^data: these are . sets of examples, as if each client"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, StackDataset
 
 from raysim.config.sections.data import Data, HuggingFace
 from raysim.data import import_torchvision, load_dataset
@@ -180,3 +180,41 @@ def test_arrays_with_a_channel_of_transparency_are_refused_with_the_way_out(shap
 def test_arrays_with_other_channels_stay_integers():
     x, y = RNG.integers(0, 256, (N, 12, 8, 8), dtype=np.uint8), np.arange(N) % 2
     assert make_dataset("mine", (x, y, x, y), "data").x.shape == x.shape
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "I;16", "I"])
+@pytest.mark.parametrize("door", ["torch", "list", "table"])
+def test_images_as_targets_keep_their_values(mode, door):
+    """As np.asarray and torchvision's PILToTensor read the classes of pixels."""
+    classes = RNG.integers(0, 2 if mode == "1" else 3, (N, 8, 8))
+    masks = []
+    for values in classes:
+        mask = Image.new(mode, (8, 8))
+        mask.putdata(values.flatten().tolist())
+        if mode == "P":
+            mask.putpalette([9, 70, 200, 80, 90, 100, 7, 6, 5])
+        masks.append(mask)
+    pictures = list(map(Image.fromarray, GREY))
+    half: Any = (pictures, masks)
+    if door == "torch":
+        half = StackDataset(pictures, masks)
+    elif door == "table":
+        features = datasets.Features({"x": datasets.Image(), "y": datasets.Image()})
+        if mode == "1":  # whose files have another mode
+            pytest.skip("a column of images holds files")
+        half = datasets.Dataset.from_dict({"x": pictures, "y": masks}, features=features)
+    dataset = make_dataset("mine", {"train": half, "test": half}, "data")
+    np.testing.assert_array_equal(dataset.y, classes)
+    assert dataset.are_images
+
+
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_images_of_one_example_are_several_inputs(as_mapping):
+    """Three grey ones are not the colours of one image."""
+    pixels = RNG.integers(0, 256, (N, 3, 8, 8), dtype=np.uint8)
+    images = [tuple(map(Image.fromarray, three)) for three in pixels]
+    x = [dict(zip("abc", three, strict=True)) for three in images] if as_mapping else images
+    half = StackDataset(x, list(range(N)))
+    dataset = make_dataset("mine", {"train": half, "test": half}, "data")
+    assert [entry.shape for entry in dataset.inputs] == [(8, 8)] * 3
+    np.testing.assert_array_equal(dataset.x, pixels.reshape(N, -1))

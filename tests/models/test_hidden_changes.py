@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.plain_fedavg import blobs, check, cut, fedavg, run
 from torch import nn
+from torch.nn import functional as F
 
 from raysim.errors import ConfigError
 from raysim.rules import ClientRule
@@ -69,6 +70,54 @@ class DrawsLater(ClientRule):
 def test_a_rule_that_draws_in_a_later_round_ends_the_run():
     with pytest.raises(ConfigError, match="or the client rule draws from NumPy's global generator"):
         run(nn.Linear(6, 3), DATA, PARTS, rounds=3, client=DrawsLater)
+
+
+class Counting:
+    """A factor that changes after so many calls with an odd number of examples."""
+
+    def __init__(self, many: int):
+        self.calls, self.many = 0, many
+
+    def __deepcopy__(self, memo):
+        return self  # as a closure or a global variable
+
+    def __call__(self, x):
+        self.calls += len(x) % 2
+        return 0.5 if self.calls > self.many else 1.0
+
+
+class Counted(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head, self.factor = nn.Linear(6, 3), lambda x: factor(x)
+
+    def forward(self, x):
+        return self.head(x) * (self.factor(x) if self.training else 1.0)
+
+
+ODD = cut([61, 31, 17, 11])
+
+
+def test_a_count_that_only_the_last_rounds_reach_ends_the_run():
+    """Four clients make two steps in each of eleven rounds; one of eight is a power of two."""
+    factor = Counting(75)
+    with pytest.raises(ConfigError, match="other outputs after clients have trained"):
+        run(Counted(factor), DATA, ODD, rounds=11)
+    assert factor.calls == 88
+
+
+def test_a_loss_that_counts_its_calls_ends_the_run():
+    factor = Counting(100_000)
+
+    def loss(outputs, y):
+        return F.cross_entropy(outputs, y) * factor(y)
+
+    run(nn.Linear(6, 3), DATA, ODD, rounds=1, task=loss)
+    factor.many, factor.calls = factor.calls + 75, 0
+
+    with pytest.raises(ConfigError, match=r"^task: loss of 'loss.*' gives something else"):
+        run(nn.Linear(6, 3), DATA, PARTS, rounds=15, task=loss)
 
 
 def keep(net, x):

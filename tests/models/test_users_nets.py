@@ -11,11 +11,12 @@ import threading
 import time
 import warnings
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.plain_fedavg import blobs, check, cut, fedavg, run
+from support.plain_fedavg import blobs, check, cut, evaluated, fedavg, run
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
@@ -679,6 +680,56 @@ class KeepsFirstMean(Head):
         return self.head(x - self.mean)
 
 
+class CountsInATensor(Head):
+    """Is warm after many passes."""
+
+    def __init__(self, change):
+        super().__init__(change)
+        self.passes = torch.tensor(0)
+
+    def forward(self, x):
+        self.passes = self.passes + 1
+        return self.head(x) * (2 if self.passes > 900 else 1)
+
+
+class SavesItsHead(Head):
+    def state_dict(self, *args, **keys):
+        return self.head.state_dict(*args, **keys)
+
+
+class SavesNothing(Head):
+    def state_dict(self):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return {}
+
+
+def renamed_by_a_hook() -> nn.Module:
+    net = Head(None)
+
+    def rename(module, state, prefix, metadata):
+        for key in list(state):
+            state[key.replace("head", "top")] = state.pop(key)
+
+    net.register_state_dict_post_hook(rename)
+    return net
+
+
+def quantised() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(6, 3)), {nn.Linear})
+
+
+class RandomFeatures(nn.Module):
+    """Its features come from `generator`, by default one of its own, which nobody seeds."""
+
+    def __init__(self, draw=lambda *shape: np.random.default_rng().normal(size=shape)):
+        super().__init__()
+        self.features, self.head = torch.tensor(draw(6, 9)), nn.Linear(9, 3)
+
+    def forward(self, x):
+        return self.head(torch.cos(x @ self.features))
+
+
 class HooksInForward(Head):
     """Its weight is a leaf, so that the hooks of all passes stay."""
 
@@ -859,6 +910,24 @@ REFUSED = {
         DrawsFromItsOwn,
         "draws from the attribute 'own' of the net .*, a gener",
     ),
+    "counter in a tensor": (
+        lambda: CountsInATensor(None),
+        "changes the attribute 'passes' of the n",
+    ),
+    "own state_dict": (
+        lambda: SavesItsHead(None),
+        "state_dict of SavesItsHead .* as 'head.bias' sh",
+    ),
+    "state_dict without arguments": (
+        lambda: SavesNothing(None),
+        r"state_dict\(keep_vars=True\) fails",
+    ),
+    "hook of the state_dict": (renamed_by_a_hook, "state_dict of Head .* 'head.bias' shows"),
+    "quantised": (quantised, r"'0\._packed_params\.dtype' of the state_dict is no tensor"),
+    "features of a generator": (
+        lambda: RandomFeatures,
+        r"first in head .* in __init__ for numbers from a",
+    ),
     "function in C": (lambda: torch.relu, "neither a torch.nn.Module nor a function"),
     "momentum": (
         lambda: sequence(nn.BatchNorm1d(8, momentum=None)),
@@ -902,6 +971,21 @@ def test_parameters_in_float64_need_the_key_dtype():
     check(run(sequence().double(), DATA, PARTS), fedavg(sequence(), DATA, PARTS), DATA)
     with pytest.raises(ConfigError, match=r"'0\.weight' is float64, .* set dtype: float64"):
         run(sequence().double(), DATA, PARTS, dtype="float32")
+
+
+def normal_numbers_of_python(*shape: int) -> np.ndarray:
+    return np.array([[random.gauss(0, 1) for _ in range(shape[1])] for _ in range(shape[0])])
+
+
+@pytest.mark.parametrize("draw", [np.random.randn, normal_numbers_of_python])
+def test_what_a_net_draws_when_it_is_built_is_drawn_again_when_it_is_read(draw):
+    """Also by NumPy's and Python's global generators, and not from where they are."""
+    before = np.random.get_state()[1].tolist()  # pyright: ignore[reportIndexIssue]
+    first, second = (run(lambda: RandomFeatures(draw), DATA, PARTS) for _ in range(2))
+    assert first.digest == second.digest
+    assert np.random.get_state()[1].tolist() == before  # pyright: ignore[reportIndexIssue]
+    _, loss = evaluated(first.net(), DATA)
+    assert first.history[-1]["loss"] == pytest.approx(loss)
 
 
 class ForgetsInit(nn.Module):
@@ -979,6 +1063,25 @@ def test_nets_that_differ_in_something_they_hold_are_two_nets():
             return with_hook("register_forward_hook", hook)
 
         check(run(make(), DATA, PARTS, 1), fedavg(make(), DATA, PARTS, 1), DATA)
+
+
+@pytest.mark.parametrize("what", ["model", "task"])
+def test_a_net_or_loss_that_was_changed_in_place_is_not_taken_for_a_new_one(what):
+    """The new one has the content that the first one had in an earlier run."""
+
+    def parts() -> dict[str, Any]:
+        torch.manual_seed(1)
+        return {
+            "model": nn.Linear(6, 3),
+            "task": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0])),
+        }
+
+    first, second = parts(), parts()
+    expected = run(first["model"], DATA, PARTS, 1, task=first["task"])
+    with torch.no_grad():
+        first[what].weight[0] *= 5
+    again = run(second["model"], DATA, PARTS, 1, task=second["task"])
+    assert again.digest == expected.digest
 
 
 # -- timm

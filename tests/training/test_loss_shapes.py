@@ -29,6 +29,7 @@ IMAGES = RNG.normal(size=(N + TEST, 1, 4, 4))
 SEQUENCES = RNG.normal(size=(N + TEST, 6, 3))
 NUMBERS = X @ RNG.normal(size=5) + 1
 LABELS = RNG.integers(0, 3, N + TEST)
+COUNTS = RNG.integers(0, 5, (N + TEST, 3))
 RARE = np.where(np.arange(N + TEST) % 13 == 4, 3.0, 0.0)
 """Numbers most of which are equal, so that few pairs of them differ."""
 
@@ -59,6 +60,22 @@ def convolution(channels: int) -> Callable[[], nn.Module]:
         return nn.Conv2d(1, channels, 3, padding=1)
 
     return make
+
+
+class Integers(nn.Module):
+    """A net whose inputs are numbers, not tokens."""
+
+    def __init__(self, outputs: int):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(3, outputs)
+
+    def forward(self, x):
+        return self.layer(x.to(self.layer.weight))
+
+
+def integers(outputs: int) -> Callable[[], nn.Module]:
+    return lambda: Integers(outputs)
 
 
 def frames() -> nn.Module:
@@ -146,6 +163,13 @@ CASES = {
         nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]), ignore_index=255),
         np.where(IMAGES[:, 0] > 1, 255, RNG.integers(0, 3, (N + TEST, 4, 4))),
         IMAGES,
+    ),
+    "labels as wide as integers": Case(
+        integers(3), lambda o, y: F.binary_cross_entropy_with_logits(o, y.to(o)), COUNTS % 2, COUNTS
+    ),
+    "counts as wide as integers": Case(integers(3), nn.MSELoss(), COUNTS, COUNTS[::-1].copy()),
+    "classes as wide as integers": Case(
+        integers(3), lambda o, y: F.cross_entropy(o, y.to(o)), np.eye(3, dtype=int)[LABELS], COUNTS - 2
     ),
     "CTC": Case(frames, ctc, RNG.integers(1, 4, (N + TEST, 2)), SEQUENCES),
 }  # fmt: skip

@@ -80,16 +80,25 @@ class ArrayReader:
     def pictures(self, pictures: Sequence[Any], name: str) -> np.ndarray:
         """Return images of Pillow as uint8 [n, H, W] if all are grey, else [n, H, W, 3].
 
+        Targets keep their values, such as the classes of pixels: those of a palette are its
+        numbers, and those of one bit are true and false.
+
         Args:
             pictures: the images, of one size.
-            name: name of the array in errors.
+            name: name of the array in errors; that of targets begins with y.
 
         Raises:
-            ConfigError: an image has other pixels than those of 8 bits, or another size.
+            ConfigError: an image has another size, or inputs have pixels of more than 8 bits.
         """
+        if name.startswith("y"):
+            return self._of_one_shape(pictures, name)
         images = {f"{self.place}: {name}[{k}]": picture for k, picture in enumerate(pictures)}
         converted = in_mode(images, common_mode(images))
-        stacked = self.stacked(list(map(np.asarray, converted)), name)
+        return self._of_one_shape(converted, name)
+
+    def _of_one_shape(self, pictures: Sequence[Any], name: str) -> np.ndarray:
+        """Return the values of images as an array."""
+        stacked = self.stacked(list(map(np.asarray, pictures)), name)
         assert isinstance(stacked, np.ndarray)  # sequences have one dimension
         return stacked
 

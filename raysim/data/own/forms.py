@@ -106,12 +106,14 @@ class FormReader(ArrayReader):
 
     def _refuse_clients(self, parts: Collection[Any]) -> None:
         """Refuse the examples of each client by itself."""
-        if parts and all(_is_data_set(part) or _is_pair(part) for part in parts):
+        if parts and all(map(_is_set_of_examples, parts)):
+            three = "; of training, validation and test set leave the second out, and set "
+            three += "partition.val_fraction"
             raise self.error(
                 f"these are {len(parts)} sets of examples, as if each client had its own; give one "
                 "training set of all clients (torch.utils.data.ConcatDataset joins data sets), a "
                 "test set, and the client of each training example as users, with "
-                "partition=natural"
+                f"partition=natural{three if len(parts) == 3 else ''}"
             )
 
     def half(self, half: Any, split: str) -> Half:
@@ -233,8 +235,8 @@ class FormReader(ArrayReader):
     def _inputs(self, x: Any, name: str) -> Any:
         """Return the x of an example as an array, or as several ones by name."""
         if isinstance(x, tuple | list) and x:
-            are_arrays = (isinstance(v, torch.Tensor | np.ndarray) and v.ndim for v in x)
-            x = {str(k): value for k, value in enumerate(x)} if all(are_arrays) else x
+            is_several = all(is_picture(value) or _is_array(value) for value in x)
+            x = {str(k): value for k, value in enumerate(x)} if is_several else x
         if not isinstance(x, Mapping):
             return self._entry(x, name)
         return {str(key): self._entry(value, f"{name}[{key!r}]") for key, value in x.items()}
@@ -311,6 +313,14 @@ def _kind(value: Any) -> str:
 
 def _is_data_set(value: Any) -> bool:
     return isinstance(value, torch.utils.data.Dataset) or _is_table(value)
+
+
+def _is_set_of_examples(value: Any) -> bool:
+    return _is_data_set(value) or _is_pair(value) or isinstance(value, torch.utils.data.DataLoader)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
 
 
 def _is_pair(value: Any) -> bool:

@@ -57,7 +57,8 @@ def from_hugging_face(data: HuggingFace) -> Dataset:
     content: dict[str, Any] = {"train": (x, y), "test": (x_test, y_test)}
     if data.user:
         content["users"] = read_column(train, data.user)
-        if data.user in test.column_names:
+        # A column that only the training file has is empty in the test split.
+        if data.user in test.column_names and set(test[data.user]) != {None}:
             content["users_test"] = read_column(test, data.user)
     if names and np.ndim(y[0]) == 0 and min(y) >= 0:
         content["classes"] = names

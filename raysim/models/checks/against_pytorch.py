@@ -349,7 +349,8 @@ def _refuse(model: Model, when: str, expected: dict[str, Tensor], got: dict[str,
     raise ConfigError(
         f"{model.label} gives other outputs here than in PyTorch {when}".rstrip()
         + f", first in {first}; look there for code that asks for a type of layer, counts its "
-        "attributes, or calls forward of a layer by itself"
+        "attributes, or calls forward of a layer by itself, and in __init__ for numbers from a "
+        "generator of its own, which are others when the net is built again"
     )
 
 

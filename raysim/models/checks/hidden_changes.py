@@ -23,10 +23,13 @@ LIBRARIES = ("torch", "NumPy")
 
 
 class HiddenChanges:
-    """Compares a net's outputs for the same examples and parameters before and after training."""
+    """Compares a net's outputs for the same examples and parameters before and after training.
+
+    Their loss is compared, too.
+    """
 
     def __init__(self, bound: BoundModel):
-        """Compute the outputs before training.
+        """Compute outputs and loss before training.
 
         Args:
             bound: the net on which clients train.
@@ -36,11 +39,14 @@ class HiddenChanges:
         self.rounds = 0
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self, is_last: bool = False) -> Iterator[None]:
         """Watch the training of some clients.
 
         Outputs are compared after the training 1, 2, 4, 8, ... of a worker, which costs
-        little.
+        little, and after the last one.
+
+        Args:
+            is_last: whether the run's last round is trained.
 
         Raises:
             ConfigError: a global generator was drawn from, or outputs have changed.
@@ -57,21 +63,34 @@ class HiddenChanges:
                 "(docs/how-to/random_numbers.md)"
             )
         self.rounds += 1
-        if self.rounds & (self.rounds - 1):
+        if self.rounds & (self.rounds - 1) and not is_last:
             return
-        if not close(self._outputs(), self.expected):
+        (outputs, loss), (expected, expected_loss) = self._outputs(), self.expected
+        if not close(outputs, expected):
             raise ConfigError(
                 f"{label} gives other outputs after clients have trained, for the same examples "
-                "and parameters: on some examples forward changes an attribute, or a buffer that "
-                "did not move on the first ones; make it a function of the inputs"
+                "and parameters: after some passes, or on some examples, forward changes an "
+                "attribute, a variable or a buffer that did not move on the first ones; make it a "
+                "function of the inputs"
+            )
+        if not close(loss, expected_loss):
+            raise ConfigError(
+                f"task: loss of '{self.bound.model.learning_task.name}' gives something else after "
+                "clients have trained, for the same outputs and targets: it keeps something, such "
+                "as a number of its calls, so that it would depend on which clients a worker "
+                "trains; compute it from its arguments"
             )
 
     @torch.no_grad()
-    def _outputs(self) -> Tensor:
-        """Return outputs of the initial net in training mode, [B, ...]; parameters stay."""
+    def _outputs(self) -> tuple[Tensor, Tensor]:
+        """Return outputs of the initial net in training mode, [B, ...], and their loss, a scalar.
+
+        The parameters stay.
+        """
         bound, kept = self.bound, self.bound.w.clone()
         w, buffers = bound.model.initial()
         bound.w.copy_(w)
-        outputs = bound.forward(bound.model.examples(EXAMPLES)[0], "frozen", buffers)
+        x, y = bound.model.examples(EXAMPLES)
+        outputs = bound.forward(x, "frozen", buffers)
         bound.w.copy_(kept)
-        return outputs
+        return outputs, bound.model.mean_loss(outputs, x, y)

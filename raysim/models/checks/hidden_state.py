@@ -329,7 +329,8 @@ def _steers(net: nn.Module, x: Tensor, attribute: Attribute, results: list[Tenso
     A number may only count; anything else is taken to.
     """
     value = getattr(attribute.owner, attribute.name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    is_switch = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
+    if is_switch or not isinstance(value, int | float | Tensor):
         return True
     setattr(attribute.owner, attribute.name, value + MANY_PASSES)
     try:
@@ -342,8 +343,8 @@ def _steers(net: nn.Module, x: Tensor, attribute: Attribute, results: list[Tenso
 def _attributes(net: nn.Module) -> dict[str, Attribute]:
     """Return the attributes of the layers that could steer a pass, by their names in messages.
 
-    Tensors are left out: an activation that a layer stores for a hook or a penalty is no harm, and
-    where a pass depends on it, two passes differ.
+    Tensors of more than one number are left out: an activation that a layer stores for a hook or a
+    penalty is no harm, and where a pass depends on it, two passes differ.
     """
     of_every_module = set(vars(nn.Module())) | {"forward"}
     attributes = {}
@@ -370,6 +371,8 @@ def _attribute_owners(net: nn.Module) -> dict[str, Any]:
 
 def _fingerprint(value: Any) -> bytes | None:
     """Return the bytes of an attribute; None if it holds tensors, is large or has no bytes."""
+    if isinstance(value, Tensor) and value.numel() == 1:  # which may count
+        return repr(value.item()).encode()
     if isinstance(value, torch.Generator):  # which pickle stores by its address
         return value.get_state().numpy().tobytes()
     items: Any = value if isinstance(value, list | tuple | set) else [value]

@@ -96,6 +96,18 @@ def ignored_token(loss: UserLoss, data: TaskData) -> int | None:
     return int(negative[0]) if ignored else None
 
 
+def may_take_tokens(loss: UserLoss, y: np.ndarray) -> bool:
+    """Return False for a function that takes integers [n, T] as numbers, and not as labels.
+
+    Args:
+        loss: the loss function.
+        y: integers of the data, [n, T].
+    """
+    tokens = np.unique(y[y >= 0])
+    takes_tokens = len(tokens) and _takes_labels(loss, tokens, int(tokens[-1]) + 1)
+    return bool(takes_tokens) or not takes_numbers(loss, y)
+
+
 def _takes_labels(loss: UserLoss, labels: np.ndarray, classes: int) -> bool:
     """Return whether a function takes labels [B] beside outputs [B, classes]."""
     # One more than classes, so that no shape fits by chance.

@@ -18,7 +18,13 @@ from torch import Tensor
 from raysim.rules.batch import Batch
 from raysim.rules.tasks.learning_task import LearningTask, LossReduction, TaskData
 from raysim.rules.tasks.loss_reading import agrees, read_labels, read_numbers
-from raysim.rules.tasks.loss_targets import class_labels, ignored_token, takes_logits, takes_numbers
+from raysim.rules.tasks.loss_targets import (
+    class_labels,
+    ignored_token,
+    may_take_tokens,
+    takes_logits,
+    takes_numbers,
+)
 from raysim.rules.tasks.several_outputs import OutputForms
 from raysim.rules.tasks.shipped_tasks import TASKS
 from raysim.rules.tasks.user_loss import (
@@ -206,9 +212,10 @@ def task_like(function: LossFunction, data: TaskData) -> str:
         data: the examples.
     """
     x, y = data.x, data.y
-    if y.ndim == 2 and {x.dtype.kind, y.dtype.kind} <= {*"iu"} and x.shape == y.shape:
-        return "next_token"
     loss = UserLoss(function)
+    are_like_tokens = y.ndim == 2 and {x.dtype.kind, y.dtype.kind} <= {*"iu"} and x.min() >= 0
+    if are_like_tokens and x.shape == y.shape and may_take_tokens(loss, y):
+        return "next_token"
     if y.ndim == 1 and takes_logits(loss, y):
         return "multilabel"
     if class_labels(loss, data) is not None:

@@ -80,9 +80,10 @@ class GroupTrainer:
         first = self.trainers[0]
         total = UploadSum(first.uploads)
         evaluations = []
+        is_last = max(broadcasts, default=0) + 1 >= first.config.rounds
         with ExitStack() as watches:
             for watch in self.watches:
-                watches.enter_context(watch.watched())
+                watches.enter_context(watch.watched(is_last))
             for block in blocks:
                 if block.evaluates:
                     evaluations += self.evaluate_block[block.evaluates](broadcasts, block)
