@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.batteries import NETS, SIZES, is_usual, small
+from support.batteries import NETS, SIZES, is_usual, small_server
 from support.pairs import first_server, fits
 from support.programs import program
 
@@ -350,5 +350,5 @@ def pairs() -> list[tuple[str, str]]:
 @pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize(("client", "server"), pairs())
 def test_shipped_server_rules_pass(client, server, given):
-    plan = prepare({**given("Right"), "client": client, "server": small(server)})
+    plan = prepare({**given("Right"), "client": client, "server": small_server(server)})
     check_contract(plan)
