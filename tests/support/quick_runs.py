@@ -75,7 +75,8 @@ def check_known_nets_once(replace: Callable[[Any, str, Any], None]) -> None:
 
 
 def _check_reading(net: nn.Module, model: Model, settings: str) -> None:
-    facts = (repr(net), _source(model.name), model.shape, model.dtype, type(model.learning_task), model.size)  # fmt: skip
+    sizes = (model.shape, model.size, model.dtype)
+    facts = (repr(net), _source(model.name), type(model.learning_task), *sizes)
     if facts not in _CHECKED or torch.get_default_dtype() != torch.float32:
         check_reading(net, model, settings)
         if _is_known(model.name):
@@ -112,8 +113,8 @@ def _try_rules(plan: Plan, config: Config) -> None:
     numbers = {"lr", "steps", "epochs", "batch_size"}
     local = plan.config.local.model_dump_json(exclude=numbers)
     sections = plan.config.model_dump_json(include={"groups", "privacy", "resources", "dtype"})
-    net = (repr(plan.net), _source(plan.config.model.name))
-    facts = (*map(repr, parts), *net, plan.mode, plan.dataset.name, plan.problem.shapes, local, sections)  # fmt: skip
+    net = (repr(plan.net), _source(plan.config.model.name), plan.problem.shapes)
+    facts = (*map(repr, parts), *net, plan.dataset.name, plan.mode, local, sections)
     if facts not in _CHECKED:
         try_rules(plan, config)
         if _is_known(plan.config.model.name):
