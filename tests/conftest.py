@@ -23,10 +23,11 @@ from support.mlflow_tables import made_once
 from support.mlflow_thread import call_mlflow_here
 from support.processes import client_of
 from support.quick_runs import (
-    check_shipped_nets_once,
+    check_known_nets_once,
     leave_out_pictures,
     leave_out_syncs,
     leave_out_tracking,
+    try_shipped_rules_once,
 )
 from support.watched import Watched
 
@@ -34,6 +35,7 @@ from raysim.config.sections.data import Data
 from raysim.data import load_dataset
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
+from raysim.prepare import resolve
 from raysim.prepare.resolve import prepare
 from raysim.runs import git
 from raysim.tracking import mlflow_client
@@ -95,6 +97,13 @@ def tracked() -> None:
     """Send this test's runs to MLflow."""
 
 
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the dry run of rules out of this test's preparations. For tests of all methods that are
+    tried elsewhere: in tests/engine/test_rule_dry_run.py, in the battery, and with the gallery."""
+    monkeypatch.setattr(resolve, "try_rules", lambda plan, config: None)
+
+
 @pytest.fixture(autouse=True)
 def rehearsed() -> Iterator[None]:
     """Let lanes capture and replay local steps on this CPU, as they do on a GPU."""
@@ -113,7 +122,8 @@ def impatient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Leave out of runs what takes longer than a test's run, and was done before or has other tests."""
     monkeypatch.setattr(tracking, "FLUSH_INTERVAL_S", 0.05)
     monkeypatch.setattr(git, "_raysim_commit", raysim_commit)
-    check_shipped_nets_once(monkeypatch.setattr)
+    check_known_nets_once(monkeypatch.setattr)
+    try_shipped_rules_once(monkeypatch.setattr)
     asked = {"pictures", "tracked"} & {*request.fixturenames}
     if request.path.parent.name in UNTRACKED_FOLDERS and not asked:
         leave_out_tracking(monkeypatch.setattr)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from oracle.nets import Softmax
 from support.documents import blocks
+from support.oracle_cases import feed
 from support.stopped_runs import stopped_and_resumed
 
 import raysim
@@ -156,15 +157,13 @@ def test_power_of_choice_is_pow_d_of_its_paper(config, pow_d, engine):
         run.executor.select = lambda pool, rng: pools.append(pool) or select(pool, rng)
 
     run, records = engine(config({"name": pow_d, "d": D}, seed=3), before=spy)
-    data, clients = run.plan.dataset, run.plan.clients
-    scale, shift = (v.astype(np.float64)[:, None, None] for v in (data.scale, data.shift))
-    inputs = (data.x.astype(np.float64) * scale + shift).reshape(len(data.y), -1)
+    data = feed(run, []).data
     xs = run.executor.xs[::2]  # every round but the last is broadcast twice: to candidates too
     w, by_loss = xs[0], 0
     for t in range(ROUNDS):
         p = np.array(SIZES) / sum(SIZES)
         candidates = generator(3, "candidates", t).choice(6, D, replace=False, p=p)
-        mine = {i: (inputs[m := clients.client(i)], data.y[m]) for i in candidates}
+        mine = {i: data[i] for i in candidates}
         losses = [NET.loss(w, *mine[i]) if i in mine else np.nan for i in range(6)]
         assert np.allclose(pools[t].current_loss, losses, rtol=1e-10, equal_nan=True)
         cohort = sorted(candidates, key=lambda i: -losses[i])[:COHORT]

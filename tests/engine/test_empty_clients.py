@@ -48,6 +48,7 @@ def everybody(name: str, n_empty: int) -> dict[str, Any]:
     return {"algorithm": small(name), "schedule": {"cohort": len(SIZES) + n_empty}}
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("name", sorted(k for k, v in ALGORITHMS.items() if is_plain(v)))
 def test_clients_without_examples_change_no_method(name):
     """A server rule that adds the uploads itself adds those of another order of the clients."""

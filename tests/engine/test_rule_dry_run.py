@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.batteries import NETS, SIZES, is_usual, small
+from support.batteries import NETS, SIZES, is_usual, small_server
 from support.pairs import first_server, fits
 from support.programs import program
 
@@ -244,6 +244,7 @@ def clients() -> list[tuple[str, str]]:
     return [(client, first_server(client, ["fedavg", *servers])) for client in names]
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize(("client", "server"), clients())
 def test_shipped_rules_pass(client, server, given):
     for dtype in ("float32", "float64"):
@@ -346,7 +347,8 @@ def pairs() -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize(("client", "server"), pairs())
 def test_shipped_server_rules_pass(client, server, given):
-    plan = prepare({**given("Right"), "client": client, "server": small(server)})
+    plan = prepare({**given("Right"), "client": client, "server": small_server(server)})
     check_contract(plan)

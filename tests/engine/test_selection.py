@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from oracle.nets import Softmax
 from support.documents import blocks
+from support.oracle_cases import feed
 from support.stopped_runs import stopped_and_resumed
 
 import raysim
@@ -154,9 +155,7 @@ def test_power_of_choice_is_rpow_d_of_its_paper(config, power_of_choice, engine)
     """Cho 2022: d candidates by their samples, then those of the largest last known loss, infinite
     before the first."""
     run, _ = engine(config({"name": power_of_choice, "d": D}, seed=3))
-    data, clients = run.plan.dataset, run.plan.clients
-    scale, shift = (v.astype(np.float64)[:, None, None] for v in (data.scale, data.shift))
-    inputs = (data.x.astype(np.float64) * scale + shift).reshape(len(data.y), -1)
+    data = feed(run, []).data
     w = run.executor.xs[0]
     loss = np.full(6, np.inf)
     by_loss = 0
@@ -167,8 +166,7 @@ def test_power_of_choice_is_rpow_d_of_its_paper(config, power_of_choice, engine)
         by_loss += set(cohort) != set(candidates[:COHORT]) and np.isfinite(loss[candidates]).all()
         ends = []
         for i in cohort:
-            mine = clients.client(i)
-            end, loss[i] = local_sgd(inputs[mine], data.y[mine], w)
+            end, loss[i] = local_sgd(*data[i], w)
             ends.append(end)
         w = np.mean(ends, axis=0)
         assert np.allclose(run.executor.xs[t + 1], w, rtol=0, atol=1e-10)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.plain_fedavg import average, cut, run
+from support.plain_fedavg import averaged, cut, run, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
@@ -72,20 +71,14 @@ def tensors(x: Any) -> dict[str, Tensor]:
 
 def plain(net: nn.Module, data: Any, call, rounds: int = 2) -> nn.Module:
     """FedAvg as a user writes it: two full-batch steps of SGD, means weighted by samples."""
-    net = copy.deepcopy(net).double()
     x, y = tensors(data[0]), torch.tensor(data[1])
-    for _ in range(rounds):
-        states = []
-        for part in PARTS:
-            local = copy.deepcopy(net).train()
-            opt = torch.optim.SGD(local.parameters(), lr=0.1)
-            for _ in range(2):
-                opt.zero_grad()
-                F.cross_entropy(call(local, {k: v[part] for k, v in x.items()}), y[part]).backward()
-                opt.step()
-            states.append(local.state_dict())
-        net.load_state_dict(average(states, [len(part) / N for part in PARTS]))
-    return net.eval()
+
+    def losses(local, t, client):
+        part = PARTS[client]
+        for _ in range(2):
+            yield F.cross_entropy(call(local, {k: v[part] for k, v in x.items()}), y[part])
+
+    return averaged(net, [len(part) for part in PARTS], rounds, losses, sgd()).eval()
 
 
 def by_name(net, x):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from support.plain_fedavg import average, blobs, cut, run
+from support.plain_fedavg import averaged, blobs, cut, run, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -91,20 +90,13 @@ TASK: Any = {
 
 def plain(net: nn.Module, rounds: int = 3) -> nn.Module:
     """FedAvg of full batches, two steps, with the net's own outputs and the loss above."""
-    net = copy.deepcopy(net).double()
     x, y = torch.tensor(DATA[0]), torch.tensor(DATA[1])
-    for _ in range(rounds):
-        states = []
-        for part in PARTS:
-            local = copy.deepcopy(net).train()
-            opt = torch.optim.SGD(local.parameters(), lr=0.1)
-            for _ in range(2):
-                opt.zero_grad()
-                loss(local(x[part]), y[part]).backward()
-                opt.step()
-            states.append(local.state_dict())
-        net.load_state_dict(average(states, [len(part) / len(y) for part in PARTS]))
-    return net.eval()
+
+    def losses(local, t, client):
+        for _ in range(2):
+            yield loss(local(x[PARTS[client]]), y[PARTS[client]])
+
+    return averaged(net, [len(part) for part in PARTS], rounds, losses, sgd()).eval()
 
 
 @pytest.mark.parametrize("only_in_training", [False, True])

@@ -13,7 +13,6 @@ values of its hyper-parameters with which the oracle must disagree with the engi
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,9 +33,9 @@ from support.oracle_cases import (
     Case,
     Feed,
     Watching,
-    assert_insensitive,
+    assert_papers_rounds,
     by_round,
-    differs,
+    configuration,
     distance,
     feed,
 )
@@ -70,7 +69,9 @@ def gradma_case(
     """`settings` are raysim's, `hyper` the oracle's. Both sides' QPs must have bound."""
     binds = {"gradma_w": ("client/qp_active",), "gradma_s": ("server/qp_active",)}
     both = ("client/qp_active", "server/qp_active")
-    hyper = {"variant": variant, "lr": by_round(lr) if isinstance(lr, list) else lr, **hyper}
+    segments = NETS[more.get("net", "mlp")][1].segments
+    lr_of_oracle = by_round(lr) if isinstance(lr, list) else lr
+    hyper = {"variant": variant, "lr": lr_of_oracle, "segments": segments, **hyper}
     if variant != "gradma_s":
         more = {"sizes": ROOMY, "seed": 5, **more}
     return Case(
@@ -189,36 +190,7 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_round_is_the_papers(name, engine, ragged):
-    """x_1 .. x_T of the engine are those of the oracle, and would not be with another value of an
-    option."""
-    case = CASES[name]
-    model, net = NETS[case.net]
-    config: dict[str, Any] = {
-        "seed": case.seed, "rounds": case.rounds, "dtype": "float64", "model": model, "partition": ragged(case.sizes),
-        "algorithm": case.algorithm, "schedule": {"cohort": 5},
-        "local": case.local if case.algorithm["name"] == "fedsgd" else {"batch_size": 16, "steps": 3, **case.local},
-    }  # fmt: skip
-    if "epochs" in case.local:
-        del config["local"]["steps"]
-    runs = [engine({**config, "batching": {"mode": mode, "size": 3}}) for mode in MODES]
-    f = feed(runs[0][0])
-    hyper = {"segments": net.segments, **case.hyper} if case.oracle is gradma.run else case.hyper
-
-    def xs(f: Feed, **change: Any) -> list[np.ndarray]:
-        return case.oracle(*f.args(net.grad), **{**hyper, **change})
-
-    theirs = xs(f)
-    assert len(theirs) == case.rounds + 1
-    assert np.abs(theirs[-1] - theirs[0]).max() > 1e-4
-    assert_insensitive(theirs, xs, f)
-    for run, records in runs:
-        assert distance(run.executor.xs, theirs) < 1e-9, run.plan.mode
-        for metric in case.binds:
-            assert max(record.get(metric, 0.0) for record in records) > 0, (
-                f"{metric}: no constraint was ever active"
-            )
-    for change in case.matters:
-        assert differs(theirs, partial(xs, **change), f), change
+    assert_papers_rounds(CASES[name], engine, ragged)
 
 
 @pytest.mark.parametrize("name", ["gradma_s evictions", "gradma_s reference", "gradma_s schedules"])
@@ -227,13 +199,9 @@ def test_the_memory_is_the_papers(name, engine, ragged):
     evicted when, D and m̃."""
     case = CASES[name]
     model, net = NETS[case.net]
-    run, records = engine({
-        "rounds": case.rounds, "dtype": "float64", "model": model, "partition": ragged(SIZES),
-        "algorithm": case.algorithm, "schedule": {"cohort": 5}, "batching": {"mode": "loop"},
-        "local": {"batch_size": 16, "steps": 3, **case.local},
-    })  # fmt: skip
+    run, records = engine(configuration(case, "loop", ragged, model))
     f = feed(run)
-    theirs = gradma.trace(*f.args(net.grad), segments=net.segments, **case.hyper)
+    theirs = gradma.trace(*f.args(net.grad), **case.hyper)
     assert [record["server/memory_evictions"] for record in records[1:]] == [
         len(evicted) for evicted in theirs.evicted
     ]

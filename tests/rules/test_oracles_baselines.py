@@ -35,8 +35,9 @@ from support.oracle_cases import (
     UNIFORM,
     Case,
     Feed,
-    assert_insensitive,
+    assert_papers_rounds,
     by_round,
+    configuration,
     differs,
     distance,
     feed,
@@ -170,38 +171,10 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def configuration(case: Any, mode: str, ragged: Callable) -> dict[str, Any]:
-    local = {"batch_size": 16, **case.local}
-    if "epochs" not in local:
-        local = {"steps": 3, **local}
-    return {
-        "seed": case.seed, "rounds": case.rounds, "dtype": "float64", "partition": ragged(case.sizes),
-        "algorithm": case.algorithm, "schedule": {"cohort": 5}, "batching": {"mode": mode, "size": 3}, "local": local,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_every_round_is_the_papers(name, engine, ragged):
-    """x_1 .. x_T of the engine are those of the oracle, and would not be with another value of an
-    option."""
-    case = CASES[name]
-    model, net = NETS[case.net]
-    runs = [engine({**configuration(case, mode, ragged), "model": model})[0] for mode in MODES]
-    f = feed(runs[0])
+    f = assert_papers_rounds(CASES[name], engine, ragged)
     assert min(f.sizes) == 0 and 1 in {f.sizes[i] for cohort in f.cohorts for i in cohort}
-
-    def xs(f: Feed, **change: Any) -> list[np.ndarray]:
-        return case.oracle(*f.args(net.grad), **{**case.hyper, **change})
-
-    theirs = xs(f)
-    assert len(theirs) == case.rounds + 1
-    assert np.abs(theirs[-1] - theirs[0]).max() > 1e-4
-    assert np.abs(theirs[-1]).max() < 1e3  # nothing runs away
-    assert_insensitive(theirs, xs, f)
-    for run in runs:
-        assert distance(run.executor.xs, theirs) < 1e-9, run.plan.mode
-    for change in case.matters:
-        assert differs(theirs, partial(xs, **change), f), change
 
 
 def close(ours: Any, theirs: np.ndarray) -> None:
@@ -215,7 +188,7 @@ def test_scaffolds_control_variates(option, mode, engine, ragged):
     clients with examples, the absent ones included, whatever the weights; c_i of a client never
     seen is 0."""
     case = Case({"name": "scaffold", "option": option, **SAMPLES}, scaffold.trace, {}, local=LR)
-    run, _ = engine({**configuration(case, mode, ragged), "model": NETS["mlp"][0]})
+    run, _ = engine(configuration(case, mode, ragged, NETS["mlp"][0]))
     f, net = feed(run), NETS["mlp"][1]
     theirs = scaffold.trace(*f.args(net.grad), **LR, option=option, **SAMPLES)
     assert 5 < len(theirs.rows[-1]) < 12
@@ -231,7 +204,7 @@ def test_feddyns_h_is_the_mean_of_all_lambda_i(mode, engine, ragged):
     """From inside: every λ_i and h, of eleven clients with examples, and the mean of the
     participants, x - h."""
     case = Case({"name": "feddyn", "alpha": 0.3, **SAMPLES}, feddyn.trace, {}, local=LR)
-    run, _ = engine({**configuration(case, mode, ragged), "model": NETS["mlp"][0]})
+    run, _ = engine(configuration(case, mode, ragged, NETS["mlp"][0]))
     f, net = feed(run), NETS["mlp"][1]
     theirs = feddyn.trace(*f.args(net.grad), **LR, alpha=0.3, **SAMPLES)
     assert 5 < len(theirs.rows[-1]) < 12
@@ -304,7 +277,7 @@ def test_every_round_of_a_deep_method_is_the_papers(name, engine, ragged):
     case = DEEP[name]
     net = Blocks(64, case.hidden, 10)
     model = {"name": "mlp", "hidden": case.hidden}
-    runs = [engine({**configuration(case, mode, ragged), "model": model})[0] for mode in MODES]
+    runs = [engine(configuration(case, mode, ragged, model))[0] for mode in MODES]
     f = feed(runs[0])
     assert len(f.x0) == net.size
 
@@ -363,7 +336,7 @@ def test_frozen_nets_with_batch_norm(name, engine, ragged):
     """
     case = replace(NORM[name], local={"lr": 0.1}, rounds=6, sizes=FOURS)
     net = Blocks(64, [200, 100], 10, norm=True)
-    runs = [engine({**configuration(case, mode, ragged), "model": "tinynn"})[0] for mode in MODES]
+    runs = [engine(configuration(case, mode, ragged, "tinynn"))[0] for mode in MODES]
     f = feed(runs[0])
     assert len(f.x0) == net.size and any(1 in cohort for cohort in f.cohorts)
 

@@ -226,6 +226,7 @@ def test_traffic_down_counts_the_tensors_that_are_broadcast(rule, more, config, 
     assert np.diff([0.0, *(record["bytes_down"] for record in records)]).tolist() == expected
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("server", sorted(k for k, v in SERVER_RULES.items() if is_usual(v())))
 def test_the_first_broadcast_is_measured_without_memory(server, config, monkeypatch):
     """On tensors without memory every shipped server rule gives the shapes and types that the run

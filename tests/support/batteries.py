@@ -54,10 +54,18 @@ FEW: dict[str, dict[str, Any]] = {
 }
 """Settings of rules for short runs of few clients."""
 
+FEW_OF_SERVERS = {"fedgen": {"generator_steps": 5, "hidden": 16}}
+"""Further settings of server rules whose name is a client rule's too."""
+
 
 def small(name: str) -> dict[str, Any]:
     """Return the settings of a rule or an algorithm for short runs of few clients."""
     return {"name": name, **FEW.get(name, {})}
+
+
+def small_server(name: str) -> dict[str, Any]:
+    """Return the settings of a server rule for short runs of few clients."""
+    return small(name) | FEW_OF_SERVERS.get(name, {})
 
 
 def is_plain(algorithm: contract.Algorithm) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,49 @@ class Case:
     rounds: int = 6
     seed: int = 0
     sizes: list[int] = field(default_factory=lambda: SIZES)
+
+
+def configuration(case: Any, mode: str, ragged: Callable, model: Any) -> dict[str, Any]:
+    """Return the configuration of a case: ragged clients of the digits, in float64."""
+    local = {"batch_size": 16, "steps": 3, **case.local}
+    if "epochs" in local:
+        del local["steps"]
+    if case.algorithm["name"] == "fedsgd":  # which brings the size of its batches and its steps
+        local = case.local
+    return {
+        "seed": case.seed, "rounds": case.rounds, "dtype": "float64", "partition": ragged(case.sizes), "model": model,
+        "algorithm": case.algorithm, "schedule": {"cohort": 5}, "batching": {"mode": mode, "size": 3}, "local": local,
+    }  # fmt: skip
+
+
+def assert_papers_rounds(case: Case, engine: Any, ragged: Callable) -> Feed:
+    """Check that x_1 .. x_T of the engine are those of the oracle in both modes, and would not be
+    with another value of an option.
+
+    Returns:
+        The inputs of the oracle.
+    """
+    model, net = NETS[case.net]
+    runs = [engine(configuration(case, mode, ragged, model)) for mode in MODES]
+    f = feed(runs[0][0])
+
+    def xs(f: Feed, **change: Any) -> list[np.ndarray]:
+        return case.oracle(*f.args(net.grad), **{**case.hyper, **change})
+
+    theirs = xs(f)
+    assert len(theirs) == case.rounds + 1
+    assert np.abs(theirs[-1] - theirs[0]).max() > 1e-4
+    assert np.abs(theirs[-1]).max() < 1e3  # nothing runs away
+    assert_insensitive(theirs, xs, f)
+    for run, records in runs:
+        assert distance(run.executor.xs, theirs) < 1e-9, run.plan.mode
+        for metric in case.binds:
+            assert max(record.get(metric, 0.0) for record in records) > 0, (
+                f"{metric}: no constraint was ever active"
+            )
+    for change in case.matters:
+        assert differs(theirs, partial(xs, **change), f), change
+    return f
 
 
 SAMPLES = {"weights": "samples"}

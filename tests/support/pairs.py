@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 from raysim.errors import ConfigError
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
@@ -11,8 +12,9 @@ from raysim.rules.methods.pairs import refuse_pair
 Pair = tuple[str, str]
 
 
+@cache
 def fits(client: str, server: str) -> bool:
-    """Return whether a server rule can feed a client rule."""
+    """Return whether a server rule can feed a client rule of the registry."""
     try:
         refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
     except ConfigError:

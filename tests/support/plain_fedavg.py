@@ -4,7 +4,7 @@ nets that users hand over."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,44 @@ def cut(sizes: list[int]) -> list[list[int]]:
     return [np.sort(part).tolist() for part in np.split(order, np.cumsum(sizes)[:-1])]
 
 
+Losses = Iterator[Tensor]
+
+
+def averaged(
+    net: nn.Module,
+    weights: Sequence[float],
+    rounds: int,
+    losses: Callable[[nn.Module, int, int], Losses],
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+) -> nn.Module:
+    """Return the net, in float64, after rounds of federated averaging of all its state_dict.
+
+    Args:
+        net: the net at the start; not changed.
+        weights: the weight of each client, in any unit.
+        rounds: number of rounds, in each of which all clients take part.
+        losses: `losses(module, t, client)` yields the loss of each local step.
+        optimizer: makes the optimizer of a client's module.
+    """
+    net = copy.deepcopy(net).double()
+    for t in range(rounds):
+        states = []
+        for client in range(len(weights)):
+            local = copy.deepcopy(net).train()
+            steps = optimizer(local)
+            for loss in losses(local, t, client):
+                steps.zero_grad()
+                loss.backward()
+                steps.step()
+            states.append(local.state_dict())
+        net.load_state_dict(average(states, [weight / sum(weights) for weight in weights]))
+    return net
+
+
+def sgd(lr: float = 0.1) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda net: torch.optim.SGD(net.parameters(), lr=lr)
+
+
 def fedavg(
     net: nn.Module,
     data: Data,
@@ -43,23 +81,14 @@ def fedavg(
     before_pass: Callable[[int, int, int], None] = lambda t, client, step: None,
 ) -> nn.Module:
     """Full batches; means weighted by samples, of all floating-point tensors of the state_dict."""
-    net = copy.deepcopy(net).double()
     x, y = torch.tensor(data[0]).double(), torch.tensor(data[1])
-    weights = [len(part) / sum(map(len, parts)) for part in parts]
-    for t in range(rounds):
-        states = []
-        for client, part in enumerate(parts):
-            local = copy.deepcopy(net)
-            local.train()
-            opt = optimizer(local) if optimizer else torch.optim.SGD(local.parameters(), lr=lr)
-            for step in range(steps):
-                opt.zero_grad()
-                before_pass(t, client, step)
-                F.cross_entropy(local(x[part]), y[part]).backward()
-                opt.step()
-            states.append(local.state_dict())
-        net.load_state_dict(average(states, weights))
-    return net
+
+    def losses(local: nn.Module, t: int, client: int) -> Losses:
+        for step in range(steps):
+            before_pass(t, client, step)
+            yield F.cross_entropy(local(x[parts[client]]), y[parts[client]])
+
+    return averaged(net, [len(part) for part in parts], rounds, losses, optimizer or sgd(lr))
 
 
 def average(states: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:

@@ -14,13 +14,18 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from torch import nn
 
+from raysim.config.schema import Config
+from raysim.engine.plan import Plan
 from raysim.models import build
 from raysim.models.checks.against_pytorch import check_reading
 from raysim.models.flat import Model
-from raysim.prepare import workload
+from raysim.prepare import resolve, workload
+from raysim.prepare.resolve import try_rules
 from raysim.runs import run
 from raysim.runs.artifacts import client_plots, plots, written_files
 from raysim.tracking.recorder import Untracked
+from support.oracle_cases import BATCH_NORM
+from support.programs import program
 
 PLOTS_OF_A_RUN = (
     (written_files, "plot_partition"),
@@ -29,8 +34,11 @@ PLOTS_OF_A_RUN = (
     (client_plots, "plot_clients"),
 )
 
+SOUND_NETS = {program("batteries_nets"), program("lanes_net"), BATCH_NORM}
+"""Texts of files with nets that many runs train, and that no test is about."""
+
 _CHECKED: set[tuple[Any, ...]] = set()
-"""What `check_shipped_nets_once` knows of the nets that are checked."""
+"""Facts of the nets that are checked, and of the rules that are tried."""
 
 
 def leave_out_syncs() -> None:
@@ -56,8 +64,9 @@ def leave_out_tracking(replace: Callable[[Any, str, Any], None]) -> None:
     replace(run, "Tracker", lambda *what: Untracked())
 
 
-def check_shipped_nets_once(replace: Callable[[Any, str, Any], None]) -> None:
-    """Compare each net of raysim with PyTorch's passes of it once, not in every run's preparation.
+def check_known_nets_once(replace: Callable[[Any, str, Any], None]) -> None:
+    """Compare each net of raysim or of `SOUND_NETS` with PyTorch's passes of it once, not in every
+    run's preparation.
 
     Args:
         replace: sets an attribute, as `setattr` does.
@@ -66,10 +75,49 @@ def check_shipped_nets_once(replace: Callable[[Any, str, Any], None]) -> None:
 
 
 def _check_reading(net: nn.Module, model: Model, settings: str) -> None:
-    facts = (repr(net), model.shape, model.dtype, type(model.learning_task), model.size)
+    sizes = (model.shape, model.size, model.dtype)
+    facts = (repr(net), _source(model.name), type(model.learning_task), *sizes)
     if facts not in _CHECKED or torch.get_default_dtype() != torch.float32:
         check_reading(net, model, settings)
-        if model.name in build.NETS:
+        if _is_known(model.name):
+            _CHECKED.add(facts)
+
+
+def _source(net: str) -> str:
+    """Return the text of the file that a net's name has; "" if it has none."""
+    file = Path(net.partition(":")[0])
+    return file.read_text() if file.suffix == ".py" and file.is_file() else ""
+
+
+def _is_known(net: str) -> bool:
+    return net in build.NETS or _source(net) in SOUND_NETS
+
+
+def try_shipped_rules_once(replace: Callable[[Any, str, Any], None]) -> None:
+    """Try each pair of raysim's rules once on a known net and kind of local steps, not in every
+    run's preparation.
+
+    Args:
+        replace: sets an attribute, as `setattr` does.
+    """
+    replace(resolve, "try_rules", _try_rules)
+
+
+def _try_rules(plan: Plan, config: Config) -> None:
+    rules = [plan.client, plan.server, *(group.rule for group in plan.groups)]
+    stages = [*plan.stages, *(stage for group in plan.groups for stage in group.stages)]
+    parts = [*rules, *stages, *plan.metrics, plan.learning_task]
+    if not all(type(part).__module__.startswith("raysim.") for part in parts):
+        try_rules(plan, config)
+        return
+    numbers = {"lr", "steps", "epochs", "batch_size"}
+    local = plan.config.local.model_dump_json(exclude=numbers)
+    sections = plan.config.model_dump_json(include={"groups", "privacy", "resources", "dtype"})
+    net = (repr(plan.net), _source(plan.config.model.name), plan.problem.shapes)
+    facts = (*map(repr, parts), *net, plan.dataset.name, plan.mode, local, sections)
+    if facts not in _CHECKED:
+        try_rules(plan, config)
+        if _is_known(plan.config.model.name):
             _CHECKED.add(facts)
 
 

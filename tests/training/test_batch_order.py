@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.oracle_cases import BATCH_NORM, MODES, feed
+from support.plain_fedavg import averaged, sgd
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -65,30 +65,24 @@ def test_epochs_train_on_every_example(net, size, buffers, mode, engine, ragged,
         "local": {"epochs": 2, "batch_size": size, "lr": LR, "buffers": buffers},
         "batching": {"mode": mode, "size": 3},
     })  # fmt: skip
-    start = copy.deepcopy(done.plan.net).double()
-    data, joins = feed(done).data, net != "plain" and buffers != "frozen"
-    for t in range(3):
-        trained = []
-        for i, n in enumerate(sizes):
-            module = copy.deepcopy(start).train()
-            if buffers == "frozen":
-                module.bn.eval()
-            sgd = torch.optim.SGD(module.parameters(), LR)
-            x, y = (torch.from_numpy(part) for part in data[i])
-            for batch in passes(4, i, n, size, 2 * t, 2, joins):
-                sgd.zero_grad()
-                nn.functional.cross_entropy(module(x[batch]), y[batch]).backward()
-                sgd.step()
-            trained.append(module.state_dict())
-        mean = {
-            key: torch.stack([state[key].double() for state in trained]).mean(0)
-            for key in trained[0]
-        }
-        start.load_state_dict(mean)
+    data, joins = _examples(done), net != "plain" and buffers != "frozen"
+
+    def losses(module, t, i):
+        if buffers == "frozen":
+            module.bn.eval()
+        x, y = data[i]
+        for batch in passes(4, i, sizes[i], size, 2 * t, 2, joins):
+            yield nn.functional.cross_entropy(module(x[batch]), y[batch])
+
+    assert_trained(done, averaged(done.plan.net, [1] * len(sizes), 3, losses, sgd(LR)))
+
+
+def assert_trained(done, truth):
+    """The run ends with the parameters and statistics of this net."""
     ours = done.plan.model().state_dict(
         torch.from_numpy(done.executor.xs[-1]), done.executor.server.buffers
     )
-    for key, value in start.state_dict().items():
+    for key, value in truth.state_dict().items():
         if not key.endswith("num_batches_tracked"):
             assert torch.allclose(ours[key], value, rtol=0, atol=1e-10), key
 
@@ -149,35 +143,19 @@ def test_drop_last_trains_as_pytorch_does(net, work, mode, engine, ragged, sourc
         "local": {"batch_size": size, "lr": LR, "drop_last": True, **({"steps": steps} if work == "steps" else {"epochs": 1})},
         "batching": {"mode": mode, "size": 2},
     })  # fmt: skip
-    start = copy.deepcopy(done.plan.net).double()
     data = _examples(done)
     trains = [i for i, n in enumerate(sizes) if n >= size]
     streams = {i: passes(4, i, sizes[i], size, 0, 6, joins=False, drops=True) for i in trains}
-    for _ in range(2):
-        trained = []
-        for i in trains:
-            module = copy.deepcopy(start).train()
-            sgd = torch.optim.SGD(module.parameters(), LR)
-            x, y = data[i]
-            for _ in range(steps if work == "steps" else sizes[i] // size):
-                batch = next(streams[i])
-                sgd.zero_grad()
-                nn.functional.cross_entropy(module(x[batch]), y[batch]).backward()
-                sgd.step()
-            trained.append(module.state_dict())
-        weights = torch.tensor([sizes[i] for i in trains], dtype=torch.float64)
-        weights /= weights.sum()
-        mean = {
-            key: sum(w * state[key].double() for w, state in zip(weights, trained, strict=True))
-            for key in trained[0]
-        }
-        start.load_state_dict(mean)
-    ours = done.plan.model().state_dict(
-        torch.from_numpy(done.executor.xs[-1]), done.executor.server.buffers
-    )
-    for key, value in start.state_dict().items():
-        if not key.endswith("num_batches_tracked"):
-            assert torch.allclose(ours[key], value, rtol=0, atol=1e-10), key
+
+    def losses(module, t, client):
+        i = trains[client]
+        x, y = data[i]
+        for _ in range(steps if work == "steps" else sizes[i] // size):
+            batch = next(streams[i])
+            yield nn.functional.cross_entropy(module(x[batch]), y[batch])
+
+    weights = [sizes[i] for i in trains]
+    assert_trained(done, averaged(done.plan.net, weights, 2, losses, sgd(LR)))
 
 
 def _examples(done):

@@ -68,6 +68,7 @@ def kinds(run: Any) -> int:
     return sum(step.replay is not None for memory in layouts for step in memory.steps.values())
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("algorithm", [*algorithm_of_each_client_rule(), "dpsgd"])
 def test_every_method_has_the_bits_of_loop_on_ragged_clients(algorithm, trained):
     """GradMA's projection has another formula on GPUs, of which the last digits may differ."""

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sklearn import metrics as sk
+from support.plain_fedavg import averaged, sgd
 from torch import nn
 
 import raysim
@@ -73,29 +74,20 @@ def net(loss: Any, y: np.ndarray, **_: Any) -> nn.Module:
 def fedavg(loss, y, rounds=2, steps=3, size=None, accumulate=1, lr=0.1, parts=PARTS):
     """Plain PyTorch: the loss function as it is on every batch."""
     function = copy.deepcopy(loss).double() if isinstance(loss, nn.Module) else loss
-    server = net(loss, y).double()
     x = torch.tensor(X)
     targets = torch.tensor(y) if y.ndim == 1 else torch.tensor(y).double()
-    for t in range(rounds):
-        states = []
-        for client, part in enumerate(parts):
-            local = copy.deepcopy(server)
-            optimizer = torch.optim.SGD(local.parameters(), lr)
-            order = batch_positions(0, client, len(part), size or len(part), t * steps, steps)
-            batches = [np.array(part)[chosen] for chosen in order]
-            for start in range(0, steps, accumulate):
-                group = batches[start : start + accumulate]
-                optimizer.zero_grad()
-                for batch in group:
-                    value = function(local(x[batch]), targets[batch]).mean()
-                    (value / len(group)).backward()
-                optimizer.step()
-            states.append(local.state_dict())
-        share = [len(part) / sum(map(len, parts)) for part in parts]
-        server.load_state_dict(
-            {key: sum(s * state[key] for s, state in zip(share, states, strict=True)) for key in states[0]}
-        )  # fmt: skip
-    return server, function
+
+    def losses(local, t, client):
+        part = np.array(parts[client])
+        order = batch_positions(0, client, len(part), size or len(part), t * steps, steps)
+        batches = [part[chosen] for chosen in order]
+        for start in range(0, steps, accumulate):
+            group = batches[start : start + accumulate]
+            values = [function(local(x[batch]), targets[batch]).mean() for batch in group]
+            yield sum(values) / len(group)
+
+    weights = [len(part) for part in parts]
+    return averaged(net(loss, y), weights, rounds, losses, sgd(lr)), function
 
 
 def config(loss, y, steps=3, size=None, accumulate=1, mode="auto", rounds=2, **keys) -> dict:

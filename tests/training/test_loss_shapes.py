@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.plain_fedavg import Losses, averaged, sgd
 from torch import nn
 
 import raysim
@@ -180,26 +181,18 @@ def tensor(values: np.ndarray) -> torch.Tensor:
 
 
 def fedavg(case: Case, function: Any, rounds: int, steps: int, size: int) -> nn.Module:
-    server, x, y = case.make().double(), tensor(case.x), tensor(case.y)
-    for t in range(rounds):
-        states = []
-        for client, part in enumerate(PARTS):
-            local = copy.deepcopy(server)
-            optimizer = torch.optim.SGD(local.parameters(), 0.05)
-            for chosen in batch_positions(0, client, len(part), size, t * steps, steps):
-                batch = np.array(part)[chosen]
-                optimizer.zero_grad()
-                with warnings.catch_warnings():  # of a squeezed batch of one
-                    warnings.filterwarnings("ignore", "Using a target size")
-                    function(local(x[batch]), y[batch]).backward()
-                optimizer.step()
-            states.append(local.state_dict())
-        mean = {
-            key: sum(len(p) / N * s[key] for p, s in zip(PARTS, states, strict=True))
-            for key in states[0]
-        }
-        server.load_state_dict(mean)
-    return server
+    x, y = tensor(case.x), tensor(case.y)
+
+    def losses(local: nn.Module, t: int, client: int) -> Losses:
+        part = np.array(PARTS[client])
+        for chosen in batch_positions(0, client, len(part), size, t * steps, steps):
+            batch = part[chosen]
+            with warnings.catch_warnings():  # of a squeezed batch of one
+                warnings.filterwarnings("ignore", "Using a target size")
+                value = function(local(x[batch]), y[batch])
+            yield value
+
+    return averaged(case.make(), [len(part) for part in PARTS], rounds, losses, sgd(0.05))
 
 
 def config(case: Case, mode: str = "auto", size: int = 4) -> dict[str, Any]:
