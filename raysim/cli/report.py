@@ -144,7 +144,7 @@ def report_table(
     label: Annotated[
         list[str],
         typer.Option(
-            help="VALUE=NAME: show a value, parameter, metric or header under this name; also "
+            help="VALUE=NAME: show a value, parameter or header under this name; also "
             "KEY=VALUE=NAME; may be repeated"
         ),
     ] = NONE_GIVEN,
@@ -221,8 +221,8 @@ def report_sweep(
     label: Annotated[
         list[str],
         typer.Option(
-            help="VALUE=NAME, of a heatmap: show a value, a parameter or the metric under this "
-            "name; may be repeated"
+            help="VALUE=NAME, of a heatmap: show a value, a parameter or the title of its colours "
+            "under this name; may be repeated"
         ),
     ] = NONE_GIVEN,
     out: Picture = None,

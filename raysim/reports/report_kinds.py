@@ -129,7 +129,8 @@ def sweep_report(
         target: Report the first round with this value of the metric instead. Not allowed with `y`.
         log_x: Whether the x-axis of the plot is logarithmic. Not allowed with `y`.
         paper: Published results, which the cells of a heatmap have in brackets; as for a table.
-        label: Names of values, parameters and the metric in the plot of a heatmap; as for a table.
+        label: Names of values, parameters and the colour bar (such as "best accuracy %") in the
+            plot of a heatmap; as for a table.
 
     Returns:
         For one parameter, a report whose frame has the columns curve (label of the other parameters
@@ -227,7 +228,7 @@ def _heatmap(
     frame = pd.DataFrame(records, columns=["panel", x, y, "mean", "paper_best"])
     frame = with_numbers(frame if paper else frame.drop(columns="paper_best"), [x, y])
     (shown,) = figures_of(runs, [statistic])
-    names = names_given(labels, _nameable(panels, x, y, metric))
+    names = names_given(labels, _nameable(panels, x, y, shown.header(alone=False)))
 
     def plot(path: Path) -> str:
         plots.plot_heatmap(panels, x, y, shown, path, names)
@@ -236,9 +237,9 @@ def _heatmap(
     return Report(runs, frame, plot)
 
 
-def _nameable(panels: Sequence[plots.Panel], x: str, y: str, metric: str) -> list[str]:
-    """Return all that may have a name in heatmaps: parameters, values and the metric."""
-    things = [*x.split(","), *y.split(","), metric]
+def _nameable(panels: Sequence[plots.Panel], x: str, y: str, header: str) -> list[str]:
+    """Return all that may have a name in heatmaps: parameters, values and the colour bar."""
+    things = [*x.split(","), *y.split(","), header]
     for panel in panels:
         for value in (*panel.columns, *panel.lines):
             things += [value, *value.split(", ")]

@@ -774,7 +774,13 @@ def test_several_metrics_at_the_last_and_at_the_chosen_round(measured, raysim_):
         "| Mine | 2 | 45.00 ± 7.07 | 60.00 ± 0.00 | 1.5 ± 0.7071 | 4 ± 0 | 1.5 ± 0.7 | 3 |",
         "| Theirs | 2 | 55.00 ± 7.07 | 70.00 ± 0.00 | 1.5 ± 0.7071 | 3.9 ± 0 | 1.5 ± 0.7 | 3 |",
     ]
-    names = ("Mine=Ours (α)", "client=Theirs=$\\beta$_1", "accuracy=Acc.", "seeds=n", "last loss=L")
+    names = (
+        "Mine=Ours (α)",
+        "client=Theirs=$\\beta$_1",
+        "last accuracy %=Acc.",
+        "seeds=n",
+        "last loss=L",
+    )
     labels = [part for name in names for part in ("--label", name)]
     head, _, mine, theirs = (
         raysim_("report", "table", "study", *asked, *labels, "--format", "latex")
@@ -782,7 +788,7 @@ def test_several_metrics_at_the_last_and_at_the_chosen_round(measured, raysim_):
         .splitlines()[3:7]
     )
     assert head == (
-        r"client & n & Acc. \% at best val/accuracy & last Acc. \% & loss at best val/accuracy "
+        r"client & n & accuracy \% at best val/accuracy & Acc. & loss at best val/accuracy "
         r"& L & chosen round & rounds done"
     )
     assert mine == (
