@@ -86,7 +86,7 @@ def prepare_sweep(
     overrides = overrides if isinstance(overrides, Mapping) else list(overrides)
     spec = read_sweep(source, overrides)
     base = spec.raw({})
-    axes = search_space.varied_values(spec.points, base)
+    axes = search_space.varied_values(spec.points)
     points = _points_with_values(spec, where)
     by_key = _resolved_trials(spec, points, axes, Path(folder or "runs").absolute())
     merged = len(points) - len(by_key)
@@ -95,7 +95,7 @@ def prepare_sweep(
     if where:
         trials_by_key = list(by_key.items())
         by_key = dict(grouping.with_values(trials_by_key, where, "trial", lambda t: t[1].params))
-        axes = search_space.varied_values((trial.values for trial in by_key.values()), base)
+        axes = search_space.varied_values([trial.values for trial in by_key.values()])
     trials = list(by_key.values())
     settings = _with_stopping_metric(spec.settings, [trial.config for trial in trials])
     name = "sweep" if isinstance(source, Mapping) else Path(source).stem

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -391,60 +391,23 @@ def points(grid: Mapping[str, Axis], samples: int, seed: int) -> Iterator[dict[s
             yield dict(zip(values, point, strict=True))
 
 
-def varied_values(
-    points: Iterable[Mapping[str, Any]], base: Mapping[str, Any]
-) -> dict[str, list[Any]]:
-    """Return the keys that distinguish points, with their values.
-
-    These are the keys with several values, and of the keys that only some points have those that
-    points with equal values of the others differ in.
+def varied_values(points: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the keys that vary with their values: those with several, and those of some points.
 
     Args:
         points: values by key, of each point.
-        base: configuration, nested, with the values that points without a key have.
     """
-    points = list(points)
     axes: dict[str, list[Any]] = {}
     for point in points:
         for key, value in point.items():
             values = axes.setdefault(key, [])
             if value not in values:
                 values.append(value)
-    varied = [key for key, values in axes.items() if len(values) > 1]
-    for key in axes:
-        if key in varied:
-            continue
-        if _count(points, [*varied, key], base) > _count(points, varied, base):
-            varied.append(key)
-    return {key: values for key, values in axes.items() if key in varied}
-
-
-def _count(
-    points: Iterable[Mapping[str, Any]], keys: Iterable[str], base: Mapping[str, Any]
-) -> int:
-    """Return the number of points that differ in some keys."""
-    written = {key: _value_at(base, key) for key in keys}
-    different = set()
-    for point in points:
-        values = []
-        for key, default in written.items():
-            spellings = [key, _plain_key(key), f"{key}.name"]
-            values.append(next((point[name] for name in spellings if name in point), default))
-        different.add(as_text(values))
-    return len(different)
-
-
-def _value_at(base: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key in a nested configuration; "absent" if it has none.
-
-    A section's value is its name, as where a point names the method by `algorithm`.
-    """
-    value: Any = base
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return "absent"
-        value = value[part]
-    return value.get("name", value) if isinstance(value, Mapping) else value
+    varied = {}
+    for key, values in axes.items():
+        if len(values) > 1 or not all(key in point for point in points):
+            varied[key] = values
+    return varied
 
 
 def _plain_key(key: str) -> str:

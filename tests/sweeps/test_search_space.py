@@ -71,12 +71,12 @@ def test_the_union_of_grids(here):
     assert (
         planned.name == "union" and len(planned.trials) == (2 * 2 + 2) * 2 and planned.merged == 0
     )
-    assert list(planned.axes) == ["algorithm", "local.lr", "seed", "algorithm.mu"], (
-        "a scalar is no axis"
-    )
+    varied = {"algorithm", "local.lr", "seed", "algorithm.mu", "evaluate.every"}
+    assert set(planned.axes) == varied, "a key of one grid varies"
     assert values(planned)[-1] == {
         "algorithm": "fedprox",
         "algorithm.mu": 0.1,
+        "evaluate.every": 2,
         "local.lr": 0.01,
         "seed": 1,
     }
@@ -118,7 +118,8 @@ def test_a_key_is_named_where_the_others_have_the_file_s_values(here):
     ]
     given = {"local": {**SMALL["local"], "lr": 0.1}, "algorithm": {"name": "fedavg", "lr": 1}}
     planned = prepare_sweep({**SMALL, **given, "seed": 1, "sweep": grids})
-    assert list(planned.axes) == ["algorithm", "local.lr", "partition"], "else two look the same"
+    varied = ["algorithm", "local.lr", "seed", "partition"]
+    assert list(planned.axes) == varied, "the last trial has no seed of its own"
 
 
 def test_a_method_may_be_spelled_in_two_ways(here):
@@ -130,8 +131,8 @@ def test_the_list_shows_the_file_s_value_where_a_trial_varies_no_key(raysim_):
     grids = [{"seed": [1, 2]}, {"seed": 1, "algorithm": "fedprox", "algorithm.mu": [0.3, 0.4]}]
     path = written(Path("list.yaml"), algorithm={"name": "fedprox", "mu": 0.2}, sweep=grids)
     listed = [line.split() for line in raysim_("sweep", str(path), "--dry-run").out.splitlines()]
-    start = listed.index(["seed", "algorithm.mu", "folder"]) + 1
-    rows = [row[:2] for row in listed[start : start + 4]]
+    start = listed.index(["seed", "algorithm", "algorithm.mu", "folder"]) + 1
+    rows = [[row[0], row[2]] for row in listed[start : start + 4]]
     assert rows == [["1", "0.2"], ["2", "0.2"], ["1", "0.3"], ["1", "0.4"]]
 
 
