@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -180,7 +180,7 @@ class ResultsTable:
 
     def _numbers(self) -> pd.DataFrame:
         """Return a frame with parameters as text, without columns that were not requested."""
-        numbers: dict[str, Sequence[Any]] = {}
+        numbers: dict[str, Any] = {}
         for key, header in _headers(self.rows).items():
             numbers[header] = [row.parameters.get(key) for row in self.rows]
         numbers["seeds"] = [row.seeds for row in self.rows]
@@ -483,7 +483,7 @@ def _ranks(ranks: Sequence[Rank]) -> Columns:
     return columns
 
 
-def _best_rows(table: Sequence[TableRow], figure: Figure, units: Sequence[tuple]) -> list[int]:
+def _best_rows(table: Sequence[TableRow], figure: Figure, units: Sequence[Hashable]) -> list[int]:
     """Return the positions of the rows with the best value of each unit that has several rows.
 
     A metric that accumulates has none: more bytes are neither better nor worse.
@@ -495,7 +495,7 @@ def _best_rows(table: Sequence[TableRow], figure: Figure, units: Sequence[tuple]
     """
     if accumulates(figure.metric):
         return []
-    by_unit: dict[tuple, list[tuple[float, int]]] = {}
+    by_unit: dict[Hashable, list[tuple[float, int]]] = {}
     for i, (row, unit) in enumerate(zip(table, units, strict=True)):
         value = row.values[figure]
         if value is not None:
