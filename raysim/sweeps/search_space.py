@@ -32,12 +32,13 @@ from raysim.spelling import did_you_mean
 DRAWN_DIGITS = 4
 """Significant digits of a drawn number."""
 
-_DRAW_ARGUMENTS = {
-    "uniform": "low, high",
-    "loguniform": "low, high",
-    "randint": "low, high",
-    "choice": "a, b, …",
+_DRAW_FORMS = {
+    "uniform": "uniform(low, high), numbers with low < high",
+    "loguniform": "loguniform(low, high), numbers with 0 < low < high",
+    "randint": "randint(low, high), whole numbers with low < high",
+    "choice": "choice(a, b, …)",
 }
+"""Draws by their kind, as one writes them."""
 
 
 @dataclass(frozen=True)
@@ -224,14 +225,13 @@ def _parse_draw(key: str, item: Any) -> Draw | None:
     if match is None:
         return None
     kind, inside, closed = match.groups()
-    if kind not in _DRAW_ARGUMENTS:
+    if kind not in _DRAW_FORMS:
         if re.fullmatch(r"[-+.\d\s,eE]+", inside):
-            raise ConfigError(f"{key}: there is no {kind}(…){did_you_mean(kind, _DRAW_ARGUMENTS)}")
+            raise ConfigError(f"{key}: there is no {kind}(…){did_you_mean(kind, _DRAW_FORMS)}")
         return None
     if not closed:
         raise ConfigError(
-            f"{key}: {item} is not closed; between braces put it into quotes, "
-            f'"{kind}({_DRAW_ARGUMENTS[kind]})"'
+            f'{key}: {item} is not closed; between braces put it into quotes, "{kind}(a, b)"'
         )
     if not inside.strip():
         return Draw(kind, ())
@@ -240,27 +240,22 @@ def _parse_draw(key: str, item: Any) -> Draw | None:
 
 
 def _checked_draw(key: str, draw: Draw) -> Draw:
-    kind = draw.kind
-    if kind == "choice":
+    """Return a draw; raise ConfigError if its arguments are not those of its kind."""
+    if draw.kind == "choice":
         if not draw.arguments:
             raise ConfigError(f"{key}: choice() is of nothing; write choice(a, b)")
         return draw
-    kinds_of_numbers = [type(number) for number in draw.arguments]
-    if len(kinds_of_numbers) != 2 or not {int, float}.issuperset(kinds_of_numbers):
-        raise ConfigError(
-            f"{key}: {draw} is not understood; write {kind}({_DRAW_ARGUMENTS[kind]}), in numbers"
-        )
-    low, high = draw.arguments
-    if low >= high:
-        turned = f"{kind}({as_text(high)}, {as_text(low)})"
-        better = turned if low > high else f"{key}={as_text(low)}"
-        raise ConfigError(f"{key}: {draw}: low must be below high; write {better}")
-    if kind == "loguniform" and low <= 0:
-        raise ConfigError(f"{key}: {draw}: low must be above 0; take uniform, or a larger low")
-    if kind == "randint" and float in kinds_of_numbers:
-        raise ConfigError(
-            f"{key}: {draw}: the ends of randint are whole numbers; take uniform for fractions"
-        )
+    types = {type(number) for number in draw.arguments}
+    fits = len(draw.arguments) == 2 and types <= {int, float}
+    if fits:
+        low, high = draw.arguments
+        fits = low < high
+        if draw.kind == "loguniform":
+            fits = 0 < low < high
+        elif draw.kind == "randint":
+            fits = low < high and types == {int}
+    if not fits:
+        raise ConfigError(f"{key}: {draw} is not possible; write {_DRAW_FORMS[draw.kind]}")
     return draw
 
 
@@ -358,21 +353,19 @@ def check_size(grids: Iterable[Mapping[str, Axis]], samples: int) -> None:
         ConfigError: there are more than `MAX_TRIALS` trials.
     """
     total = 0
-    longest = (0, "")
+    counts: dict[str, int] = {}
     for grid in grids:
         lists = {key: len(axis) for key, axis in grid.items() if not isinstance(axis, Draw)}
-        total += prod(lists.values()) * (samples if len(lists) < len(grid) else 1)
-        longest = max([longest, *((count, key) for key, count in lists.items())])
-    if total <= MAX_TRIALS:
-        return
-    count, key = longest
-    reason = f"sweep.samples is {samples:,}"
-    if count > samples:
-        reason = f"{key} alone has {count:,} values"
-    raise ConfigError(
-        f"sweep: {total:,} trials, and {reason}; a sweep has {MAX_TRIALS:,} at most, so take "
-        "fewer, or several"
-    )
+        if len(lists) < len(grid):
+            lists["sweep.samples"] = samples
+        total += prod(lists.values())
+        counts |= lists
+    if total > MAX_TRIALS:
+        most = max(counts, key=counts.__getitem__)
+        raise ConfigError(
+            f"sweep: {total:,} trials, of which {most} alone makes {counts[most]:,}; a sweep has "
+            f"{MAX_TRIALS:,} at most, so take fewer values, or several sweeps"
+        )
 
 
 def points(grid: Mapping[str, Axis], samples: int, seed: int) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,7 @@ from raysim.errors import ConfigError, RaysimError
 from raysim.reports import grouping, table_report, value_names
 from raysim.reports.analysis import aggregate, comparisons
 from raysim.reports.analysis.curves import curves
-from raysim.reports.analysis.targets import fraction_of
+from raysim.reports.analysis.targets import share_of
 from raysim.reports.runs import RunSource
 from raysim.reports.table_columns import ResultsTable
 from raysim.reports.table_row import Figure
@@ -446,14 +446,14 @@ def test_a_target_as_a_share_of_what_others_reached():
         for value, lr, s in ((0.7, 1, 0), (0.9, 1, 1), (0.75, 2, 0))
     ]
     runs = [*sgd, run([0.1, 0.95], algorithm="fedreg", lr=1, seed=0)]
-    assert fraction_of(runs, "algorithm=sgd", 0.5) == pytest.approx(0.4)
+    assert share_of(runs, "algorithm=sgd", 0.5)(runs[-1:]) == pytest.approx(0.4)
     for wrong, said in (
         ("algorithm", "is not KEY=VALUE"),
         ("algorithm=sdg", "did you mean 'sgd'"),
         ("x=1", "'x'"),
     ):
         with pytest.raises(ConfigError, match=rf"relative_to \(--relative-to\): .*{said}"):
-            fraction_of(runs, wrong, 0.5)
+            share_of(runs, wrong, 0.5)
 
 
 def test_curves_are_means_over_the_rounds_that_all_seeds_have():
