@@ -158,7 +158,7 @@ def report_table(
     text = getattr(table, form)()
     _say(text, out)
     if log:
-        _keep_text(f"table.{suffixes[form]}", text, [], table.runs, source)
+        _keep_text(f"table.{suffixes[form]}", text, table.runs, source)
 
 
 @report_app.command("curves")
@@ -294,31 +294,21 @@ def report_claims(
         str | None, typer.Option(help="tracking store; default: the configuration's")
     ] = None,
     ledger: LedgerOption = NONE_GIVEN,
-    figures: Annotated[Path, typer.Option(help="folder for the plots")] = Path(),
     out: Annotated[
         Path | None, typer.Option(help="file to write the table to, instead of printing it")
     ] = None,
     log: Log = False,
 ) -> None:
-    """Check a paper's claims against runs: results of both sides, verdicts and plots."""
+    """Check a paper's claims against runs: results of both sides, and verdicts."""
     from raysim.reports.claims import claim_section
     from raysim.reports.report_kinds import claims_report
 
-    claims = claim_section.require_claims(config)
-    try:
-        if any(claim.figure for claim in claims):
-            figures.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--figures: cannot create {figures}: {error.strerror}; name another folder"
-        ) from None
     _refuse_to_keep(ledger, log)
     source = claim_section.runs_of_claims(config, runs, uri, ledger)
     report = claims_report(source, aside, config=config)
-    drawn = _written(figures, report.plot)
     _say(report.text, out)
     if log:
-        _keep_text("claims.md", report.text, drawn, report.runs, source)
+        _keep_text("claims.md", report.text, report.runs, source)
 
 
 def _print_plot(context: typer.Context, kind: str) -> None:
@@ -336,7 +326,7 @@ def _print_plot(context: typer.Context, kind: str) -> None:
     drawn = _written(out, report.plot)
     say(f"{report.text}; {out}" if report.text else drawn)
     if values.get("log"):
-        _keep_report([out], report.runs, source)
+        _keep_report(out, report.runs, source)
 
 
 def _source_and_options(context: typer.Context) -> tuple[RunSource, dict[str, Any]]:
@@ -369,26 +359,20 @@ def _written(path: Path, write: Callable[[Path], T]) -> T:
     try:
         return write(path)
     except OSError as error:
-        # Of a folder of plots the error names the plot.
-        file = error.filename or path
-        raise ConfigError(f"--out: {file} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
 
 
-def _keep_report(files: list[Path], tracked: Sequence[TrackedRun], source: RunSource) -> None:
+def _keep_report(file: Path, tracked: Sequence[TrackedRun], source: RunSource) -> None:
+    """Store the file of a report in MLflow."""
     from raysim.reports.runs import keep
 
-    names = ", ".join(f"report/{file.name}" for file in files)
-    aside(f"stored in MLflow: {names} of run {keep(files, tracked, source.names, source.uri)}")
+    run_id = keep(file, tracked, source.names, source.uri)
+    aside(f"stored in MLflow: report/{file.name} of run {run_id}")
 
 
-def _keep_text(
-    name: str,
-    text: str,
-    more: Sequence[Path],
-    tracked: Sequence[TrackedRun],
-    source: RunSource,
-) -> None:
+def _keep_text(name: str, text: str, tracked: Sequence[TrackedRun], source: RunSource) -> None:
+    """Store a report in words in MLflow."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name
         file.write_text(text + "\n")
-        _keep_report([file, *more], tracked, source)
+        _keep_report(file, tracked, source)

@@ -471,16 +471,13 @@ def _published_rounds(rounds: float) -> str:
 
 
 def _ranks(ranks: Sequence[Rank]) -> Columns:
-    """Return the columns of the ranks, which all rows have or none: no mean of one scenario."""
-    scenarios = {rank.scenarios for rank in ranks}
-    if not scenarios:
+    """Return the columns of the ranks, which all rows have or none."""
+    if not ranks:
         return {}
-    columns = {"rank": [f"{rank.place:.3g}" for rank in ranks]}
-    if len(scenarios) > 1:
-        columns["mean rank"] = [f"{rank.mean:.3g} (of {rank.scenarios})" for rank in ranks]
-    elif scenarios != {1}:
-        columns[f"mean rank of {min(scenarios)}"] = [f"{rank.mean:.3g}" for rank in ranks]
-    return columns
+    return {
+        "rank": [f"{rank.place:.3g}" for rank in ranks],
+        "mean rank": [f"{rank.mean:.3g} (of {rank.scenarios})" for rank in ranks],
+    }
 
 
 def _best_rows(table: Sequence[TableRow], figure: Figure, units: Sequence[Hashable]) -> list[int]:
