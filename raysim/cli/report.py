@@ -58,6 +58,23 @@ GroupOption = Annotated[
         "differ; also side"
     ),
 ]
+StatisticOption = Annotated[
+    str | None,
+    typer.Option(
+        help="result of a run: best, last, or last10 (mean of the last 10 evaluations)",
+        show_default="best",
+    ),
+]
+PaperOption = Annotated[
+    str | None, typer.Option(help="add a paper's figures: gradma, fedreg, fedhist or a FILE.csv")
+]
+LabelOption = Annotated[
+    list[str],
+    typer.Option(
+        help="VALUE=NAME: show a value, parameter or header under this name; also "
+        "KEY=VALUE=NAME; may be repeated"
+    ),
+]
 Picture = Annotated[
     Path | None,
     typer.Option(
@@ -121,10 +138,7 @@ def report_table(
     ranks: Annotated[
         bool, typer.Option("--ranks", help="rank the methods in each scenario and on average")
     ] = False,
-    paper: Annotated[
-        str | None,
-        typer.Option(help="add a paper's figures: gradma, fedreg, fedhist or a FILE.csv"),
-    ] = None,
+    paper: PaperOption = None,
     compare_with: Annotated[
         str | None,
         typer.Option(help="KEY=VALUE: difference to this method over equal seeds, 95 % interval"),
@@ -137,13 +151,7 @@ def report_table(
             "not, and the other statistics where they lie more than a deviation away"
         ),
     ] = None,
-    label: Annotated[
-        list[str],
-        typer.Option(
-            help="VALUE=NAME: show a value, parameter or header under this name; also "
-            "KEY=VALUE=NAME; may be repeated"
-        ),
-    ] = NONE_GIVEN,
+    label: LabelOption = NONE_GIVEN,
     form: Annotated[str, typer.Option("--format", help="markdown, csv or latex")] = "markdown",
     out: Annotated[Path | None, typer.Option(help="file to write instead of printing")] = None,
     log: Log = False,
@@ -190,7 +198,7 @@ def report_sweep(
         str | None,
         typer.Option(
             help="second parameter, for a heatmap, e.g. server.beta2; x and y may be KEY,KEY then: "
-            "a column or row for each combination of values"
+            "a column or row for each combination of values. Only a heatmap has --paper and --label"
         ),
     ] = None,
     runs: Runs = NONE_GIVEN,
@@ -198,29 +206,14 @@ def report_sweep(
     ledger: LedgerOption = NONE_GIVEN,
     where: Where = NONE_GIVEN,
     metric: MetricOption = None,
-    statistic: Annotated[
-        str | None,
-        typer.Option(
-            help="result of a run: best (the default), last, or last10 (mean of the last 10 "
-            "evaluations)"
-        ),
-    ] = None,
+    statistic: StatisticOption = None,
     log_x: Annotated[bool, typer.Option("--log-x", help="logarithmic x-axis")] = False,
     target: Annotated[
         float | None,
         typer.Option(help="plot the first round that reached this value, instead of a result"),
     ] = None,
-    paper: Annotated[
-        str | None,
-        typer.Option(help="of a heatmap: a paper's figures in brackets, as in report table"),
-    ] = None,
-    label: Annotated[
-        list[str],
-        typer.Option(
-            help="VALUE=NAME, of a heatmap: show a value, a parameter or the title of its colours "
-            "under this name; may be repeated"
-        ),
-    ] = NONE_GIVEN,
+    paper: PaperOption = None,
+    label: LabelOption = NONE_GIVEN,
     out: Picture = None,
     log: Log = False,
 ) -> None:
@@ -240,12 +233,7 @@ def report_sensitivity(
     ledger: LedgerOption = NONE_GIVEN,
     where: Where = NONE_GIVEN,
     metric: MetricOption = None,
-    statistic: Annotated[
-        str,
-        typer.Option(
-            help="result of a run: best, last, or last10 (mean of the last 10 evaluations)"
-        ),
-    ] = "best",
+    statistic: StatisticOption = "best",
     out: Picture = None,
     log: Log = False,
 ) -> None:
