@@ -18,6 +18,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -117,7 +118,7 @@ def _effect(name: str, texts: Sequence[str], results: Sequence[float]) -> Effect
     points = list(table[["value", "result"]].itertuples(index=False, name=None))
     if numbers:
         table = table.sort_values("value")
-    means: Any = table.groupby("group", sort=False)["result"].mean()
+    means: Any = table.groupby("group", sort=False)["result"].agg(fmean)
     return Effect(short(name), explained_share(results, groups), points, list(means.items()))
 
 
