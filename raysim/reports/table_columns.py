@@ -471,13 +471,13 @@ def _published_rounds(rounds: float) -> str:
 
 
 def _ranks(ranks: Sequence[Rank]) -> Columns:
-    """Return the columns of the ranks, which all rows have or none."""
-    if not ranks:
-        return {}
-    return {
-        "rank": [f"{rank.place:.3g}" for rank in ranks],
-        "mean rank": [f"{rank.mean:.3g} (of {rank.scenarios})" for rank in ranks],
-    }
+    """Return the columns of the ranks, which all rows have or none: no mean of one scenario."""
+    columns: Columns = {}
+    if ranks:
+        columns["rank"] = [f"{rank.place:.3g}" for rank in ranks]
+    if any(rank.scenarios > 1 for rank in ranks):
+        columns["mean rank"] = [f"{rank.mean:.3g} (of {rank.scenarios})" for rank in ranks]
+    return columns
 
 
 def _best_rows(table: Sequence[TableRow], figure: Figure, units: Sequence[Hashable]) -> list[int]:

@@ -111,7 +111,9 @@ def test_ranks_are_within_a_scenario_and_their_mean_is_over_the_scenarios():
     ranks = {tuple(row.parameters.values()): row.rank for row in table}
     assert ranks[("a", "0.1")] == Rank(1, 1.5, 2) and ranks[("a", "1")] == Rank(2, 1.5, 2)
     assert ranks[("b", "0.1")] == Rank(2.5, 1.75, 2) and ranks[("c", "1")] == Rank(3, 2.75, 2)
-    assert not said and ResultsTable(table).markdown().splitlines()[2].endswith("| 1 | 1.5 | 1 |")
+    assert not said and ResultsTable(table).markdown().splitlines()[2].endswith(
+        "| 1.5 (of 2) | 1 |"
+    )
     assert ResultsTable(table).latex().count("textbf") == 2 * 2, (
         "the best of each scenario, in each column"
     )
