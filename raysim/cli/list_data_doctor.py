@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +27,6 @@ from raysim.cli.pages.lists import LISTABLE, CatalogueRow
 from raysim.cli.pages.method_page import method_page, print_method
 from raysim.cli.terminal import Terminal, say
 from raysim.errors import ConfigError
-from raysim.spelling import did_you_mean
 
 WITH_PAGES = [listing for listing in LISTABLE if listing in ("algorithms", *PLACES)]
 """Lists of things with keys, each of which has a page."""
@@ -53,8 +51,8 @@ def list_(
     family: Annotated[
         str | None,
         typer.Option(
-            help="of algorithms, clients, servers: those of one family, such as robust, or of all; "
-            "algorithms of families are listed only with it"
+            help="of algorithms, clients, servers: only those of a family (raysim list families), "
+            "such as robust or general"
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
@@ -64,55 +62,26 @@ def list_(
         _print_page(listing, name, as_json)
         return
     rows = _catalogue(listing) if listing else [{"raysim list": word} for word in LISTABLE]
-    rows, others = _of_family(rows, family, listing)
+    if family is not None:
+        rows = _of_family(rows, family)
     if as_json:
         say(json.dumps(rows))
         return
     if listing == "pairs":
         return _print_pairs(rows)
     print_table(rows_table(rows))
-    if others:
-        counts = ", ".join(f"{name} {number}" for name, number in Counter(others).items())
-        say(
-            f"\n{len(others)} more in families: {counts}; "
-            "`raysim list algorithms --family robust` lists those of one, `--family all` all"
-        )
 
 
-def _of_family(
-    rows: list[CatalogueRow], family: str | None, listing: str | None
-) -> tuple[list[CatalogueRow], list[str]]:
-    """Return the rows of one family of methods, and the family of each that is left out unasked."""
-    if family is None:
-        return _outside_of_families(rows) if listing == "algorithms" else (rows, [])
+def _of_family(rows: list[CatalogueRow], family: str) -> list[CatalogueRow]:
+    """Return the rows of one family of methods."""
     families = {row.get("family", "") for row in rows} - {""}
     if not families:
         raise ConfigError(
             "--family: is for lists of algorithms, clients and servers; `raysim list families` "
             "prints the families"
         )
-    if family == "all":
-        return rows, []
-    if family not in families:
-        known = [*families, "all"]
-        raise ConfigError(
-            f"--family: no {listing} of family '{family}'{did_you_mean(family, known)}"
-        )
-    return [row for row in rows if row["family"] == family], []
-
-
-def _outside_of_families(rows: list[CatalogueRow]) -> tuple[list[CatalogueRow], list[str]]:
-    """Return the rows of methods of no family, and the families of the others."""
-    from raysim.config.schema import GENERAL
-
-    shown: list[CatalogueRow] = []
-    others: list[str] = []
-    for row in rows:
-        if row["family"] in ("", GENERAL):
-            shown.append(row)
-        else:
-            others.append(row["family"])
-    return shown, others
+    check_choice("--family", family, families)
+    return [row for row in rows if row["family"] == family]
 
 
 def _print_page(listing: str | None, name: str, as_json: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,9 +24,6 @@ _SPENT = "rounds, bytes, virtual-time or seconds"
 
 OF_COMMANDS = ("runs", "uri", "ledger", "where", "label", "form", "out", "log")
 """Parameters of commands that are no options of a kind of report."""
-
-NOT_IN_NAMES = {*OF_COMMANDS} - {"where"}
-"""Parameters that the name of a plot's file does not show as an option."""
 
 Runs = Annotated[
     list[str],
@@ -62,11 +58,28 @@ GroupOption = Annotated[
         "differ; also side"
     ),
 ]
+StatisticOption = Annotated[
+    str | None,
+    typer.Option(
+        help="result of a run: best, last, or last10 (mean of the last 10 evaluations)",
+        show_default="best",
+    ),
+]
+PaperOption = Annotated[
+    str | None, typer.Option(help="add a paper's figures: gradma, fedreg, fedhist or a FILE.csv")
+]
+LabelOption = Annotated[
+    list[str],
+    typer.Option(
+        help="VALUE=NAME: show a value, parameter or header under this name; also "
+        "KEY=VALUE=NAME; may be repeated"
+    ),
+]
 Picture = Annotated[
     Path | None,
     typer.Option(
-        help="plot to write: .png, .svg or .pdf; default EXPERIMENT-REPORT-OPTIONS.png, as in "
-        "quickstart-curves.png and quickstart-curves-loss-bytes.png"
+        help="plot to write: .png, .svg or .pdf; default EXPERIMENT-REPORT.png, as in "
+        "quickstart-curves.png"
     ),
 ]
 Log = Annotated[
@@ -125,10 +138,7 @@ def report_table(
     ranks: Annotated[
         bool, typer.Option("--ranks", help="rank the methods in each scenario and on average")
     ] = False,
-    paper: Annotated[
-        str | None,
-        typer.Option(help="add a paper's figures: gradma, fedreg, fedhist or a FILE.csv"),
-    ] = None,
+    paper: PaperOption = None,
     compare_with: Annotated[
         str | None,
         typer.Option(help="KEY=VALUE: difference to this method over equal seeds, 95 % interval"),
@@ -141,13 +151,7 @@ def report_table(
             "not, and the other statistics where they lie more than a deviation away"
         ),
     ] = None,
-    label: Annotated[
-        list[str],
-        typer.Option(
-            help="VALUE=NAME: show a value, parameter, metric or header under this name; also "
-            "KEY=VALUE=NAME; may be repeated"
-        ),
-    ] = NONE_GIVEN,
+    label: LabelOption = NONE_GIVEN,
     form: Annotated[str, typer.Option("--format", help="markdown, csv or latex")] = "markdown",
     out: Annotated[Path | None, typer.Option(help="file to write instead of printing")] = None,
     log: Log = False,
@@ -162,7 +166,7 @@ def report_table(
     text = getattr(table, form)()
     _say(text, out)
     if log:
-        _keep_text(f"table.{suffixes[form]}", text, [], table.runs, source)
+        _keep_text(f"table.{suffixes[form]}", text, table.runs, source)
 
 
 @report_app.command("curves")
@@ -194,7 +198,7 @@ def report_sweep(
         str | None,
         typer.Option(
             help="second parameter, for a heatmap, e.g. server.beta2; x and y may be KEY,KEY then: "
-            "a column or row for each combination of values"
+            "a column or row for each combination of values. Only a heatmap has --paper and --label"
         ),
     ] = None,
     runs: Runs = NONE_GIVEN,
@@ -202,29 +206,14 @@ def report_sweep(
     ledger: LedgerOption = NONE_GIVEN,
     where: Where = NONE_GIVEN,
     metric: MetricOption = None,
-    statistic: Annotated[
-        str | None,
-        typer.Option(
-            help="result of a run: best (the default), last, or last10 (mean of the last 10 "
-            "evaluations)"
-        ),
-    ] = None,
+    statistic: StatisticOption = None,
     log_x: Annotated[bool, typer.Option("--log-x", help="logarithmic x-axis")] = False,
     target: Annotated[
         float | None,
         typer.Option(help="plot the first round that reached this value, instead of a result"),
     ] = None,
-    paper: Annotated[
-        str | None,
-        typer.Option(help="of a heatmap: a paper's figures in brackets, as in report table"),
-    ] = None,
-    label: Annotated[
-        list[str],
-        typer.Option(
-            help="VALUE=NAME, of a heatmap: show a value, a parameter or the metric under this "
-            "name; may be repeated"
-        ),
-    ] = NONE_GIVEN,
+    paper: PaperOption = None,
+    label: LabelOption = NONE_GIVEN,
     out: Picture = None,
     log: Log = False,
 ) -> None:
@@ -244,12 +233,7 @@ def report_sensitivity(
     ledger: LedgerOption = NONE_GIVEN,
     where: Where = NONE_GIVEN,
     metric: MetricOption = None,
-    statistic: Annotated[
-        str,
-        typer.Option(
-            help="result of a run: best, last, or last10 (mean of the last 10 evaluations)"
-        ),
-    ] = "best",
+    statistic: StatisticOption = "best",
     out: Picture = None,
     log: Log = False,
 ) -> None:
@@ -298,31 +282,21 @@ def report_claims(
         str | None, typer.Option(help="tracking store; default: the configuration's")
     ] = None,
     ledger: LedgerOption = NONE_GIVEN,
-    figures: Annotated[Path, typer.Option(help="folder for the plots")] = Path(),
     out: Annotated[
         Path | None, typer.Option(help="file to write the table to, instead of printing it")
     ] = None,
     log: Log = False,
 ) -> None:
-    """Check a paper's claims against runs: results of both sides, verdicts and plots."""
+    """Check a paper's claims against runs: results of both sides, and verdicts."""
     from raysim.reports.claims import claim_section
     from raysim.reports.report_kinds import claims_report
 
-    claims = claim_section.require_claims(config)
-    try:
-        if any(claim.figure for claim in claims):
-            figures.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--figures: cannot create {figures}: {error.strerror}; name another folder"
-        ) from None
     _refuse_to_keep(ledger, log)
     source = claim_section.runs_of_claims(config, runs, uri, ledger)
     report = claims_report(source, aside, config=config)
-    drawn = _written(figures, report.plot)
     _say(report.text, out)
     if log:
-        _keep_text("claims.md", report.text, drawn, report.runs, source)
+        _keep_text("claims.md", report.text, report.runs, source)
 
 
 def _print_plot(context: typer.Context, kind: str) -> None:
@@ -330,7 +304,8 @@ def _print_plot(context: typer.Context, kind: str) -> None:
     from raysim.reports.report_kinds import PLOTTED_KINDS
 
     values = context.params
-    out = values["out"] or _picture(context, kind)
+    names = [Path(name).name for name in values["runs"]] or [file.stem for file in values["ledger"]]
+    out = values["out"] or Path("-".join([*names, f"{kind}.png"]))
     check_picture(out)
     source, options = _source_and_options(context)
     if values.get("label"):
@@ -339,7 +314,7 @@ def _print_plot(context: typer.Context, kind: str) -> None:
     drawn = _written(out, report.plot)
     say(f"{report.text}; {out}" if report.text else drawn)
     if values.get("log"):
-        _keep_report([out], report.runs, source)
+        _keep_report(out, report.runs, source)
 
 
 def _source_and_options(context: typer.Context) -> tuple[RunSource, dict[str, Any]]:
@@ -350,32 +325,6 @@ def _source_and_options(context: typer.Context) -> tuple[RunSource, dict[str, An
     _refuse_to_keep(values["ledger"], values.get("log", False))
     source = RunSource(values["runs"], values["uri"], values["ledger"], values["where"])
     return source, {key: values[key] for key in values if key not in OF_COMMANDS}
-
-
-def _picture(context: typer.Context, report: str) -> Path:
-    """Return the default file of a plot, which names what it shows.
-
-    Args:
-        context: the command with its options; those that are not at their default are named.
-        report: name of the report.
-    """
-    values = context.params
-    names = values["runs"] or [file.stem for file in values["ledger"]]
-    parts = [*(Path(name).name for name in names), report]
-    for option in context.command.params:
-        value = values.get(option.name)
-        if option.name not in NOT_IN_NAMES and value not in (None, option.default):
-            parts.append(_in_a_name(option.name, value))
-    return Path(f"{'-'.join(parts)}.png")
-
-
-def _in_a_name(option: str, value: str | float | bool | Sequence[str]) -> str:
-    """Return an option's value, or its values, as part of the name of a file."""
-    if isinstance(value, bool):
-        return option
-    if isinstance(value, int | float):
-        return f"{option}{value:g}"
-    return re.sub(r"[^\w.]+", "_", value if isinstance(value, str) else "_".join(value))
 
 
 def _refuse_to_keep(ledger: Sequence[Path], log: bool) -> None:
@@ -398,26 +347,20 @@ def _written(path: Path, write: Callable[[Path], T]) -> T:
     try:
         return write(path)
     except OSError as error:
-        # Of a folder of plots the error names the plot.
-        file = error.filename or path
-        raise ConfigError(f"--out: {file} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
 
 
-def _keep_report(files: list[Path], tracked: Sequence[TrackedRun], source: RunSource) -> None:
+def _keep_report(file: Path, tracked: Sequence[TrackedRun], source: RunSource) -> None:
+    """Store the file of a report in MLflow."""
     from raysim.reports.runs import keep
 
-    names = ", ".join(f"report/{file.name}" for file in files)
-    aside(f"stored in MLflow: {names} of run {keep(files, tracked, source.names, source.uri)}")
+    run_id = keep(file, tracked, source.names, source.uri)
+    aside(f"stored in MLflow: report/{file.name} of run {run_id}")
 
 
-def _keep_text(
-    name: str,
-    text: str,
-    more: Sequence[Path],
-    tracked: Sequence[TrackedRun],
-    source: RunSource,
-) -> None:
+def _keep_text(name: str, text: str, tracked: Sequence[TrackedRun], source: RunSource) -> None:
+    """Store a report in words in MLflow."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name
         file.write_text(text + "\n")
-        _keep_report([file, *more], tracked, source)
+        _keep_report(file, tracked, source)

@@ -53,15 +53,6 @@ def kept_config(config: Config) -> dict[str, Any]:
     return kept
 
 
-def evaluated_rounds(history: Mapping[str, Series]) -> set[int]:
-    """Return the rounds that have an evaluation.
-
-    Args:
-        history: Values by metric and round.
-    """
-    return set().union(*(history.get(name, ()) for name in EVALUATIONS))
-
-
 def kept_history(records: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Series]:
     """Return what a row keeps of the metrics of all rounds.
 
@@ -71,38 +62,25 @@ def kept_history(records: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str
     Returns:
         Values by metric and round.
     """
-    whole: dict[str, dict[int, float]] = {}
+    history: dict[str, dict[int, float]] = {}
     for t, record in records:
         for name, value in record.items():
-            whole.setdefault(name, {})[t] = value
-    kept = {name: series for name, series in whole.items() if _is_kept(name)}
-    rounds = {t for t, _ in records}
-    evaluated = evaluated_rounds(whole)
+            history.setdefault(name, {})[t] = value
+    rounds = set().union(*(history.get(name, ()) for name in EVALUATIONS))
+    last, _ = records[-1]
     # Without an evaluation the metrics of every round are all that the run has.
-    dense_rounds = {*evaluated, max(rounds)} if evaluated else rounds
-    return cut_history(kept, rounds, dense_rounds)
-
-
-def cut_history(
-    history: Mapping[str, Series], rounds: Container[int], dense_rounds: Container[int]
-) -> dict[str, Series]:
-    """Return a history of some rounds.
-
-    Args:
-        history: values by metric and round.
-        rounds: the rounds to keep.
-        dense_rounds: those for which metrics of every round are kept.
-    """
-    cut: dict[str, Series] = {}
+    rounds = {*rounds, last} if rounds else {t for t, _ in records}
+    kept: dict[str, Series] = {}
     for name, series in history.items():
-        kept_rounds = dense_rounds if _is_cut(name) else rounds
+        if not _is_kept(name):
+            continue
         if name == _SECONDS:
-            kept = _summed(series, kept_rounds)
-        else:
-            kept = {t: value for t, value in series.items() if t in kept_rounds}
-        if kept:
-            cut[name] = kept
-    return cut
+            series = _summed(series, rounds)
+        elif _is_cut(name):
+            series = {t: value for t, value in series.items() if t in rounds}
+        if series:
+            kept[name] = series
+    return kept
 
 
 def _summed(series: Series, rounds: Container[int]) -> Series:

@@ -46,7 +46,7 @@ class Row:
     rounds: int
     """Number of completed rounds."""
     digest: str | None
-    """sha256 of the parameters after the last round; None if the row was cut from a longer run."""
+    """sha256 of the parameters after the last round; None in older rows, cut from longer runs."""
     cpu: str
     """Kind of CPU: `cpu_kind()`, or torch's capability alone in older rows."""
     versions: Mapping[str, str]
@@ -76,12 +76,6 @@ class Row:
         name, evaluate, rounds = (self.config.get(key) for key in ("name", "evaluate", "rounds"))
         facts = [self.fingerprint, self.experiment, self.rounds, self.stopped]
         return json.dumps([*facts, name, evaluate, rounds], sort_keys=True)
-
-    @property
-    def ended(self) -> bool:
-        """True if the section `stop` ended the run. Such a row also stands for longer runs."""
-        is_short = self.rounds < self.config.get("rounds", 0)
-        return is_short and bool(self.config.get("stop")) and not self.stopped
 
 
 class BadRow(ValueError):

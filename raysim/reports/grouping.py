@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pandas as pd
 
@@ -129,7 +129,8 @@ def having(
 
     Args:
         runs: Runs to select from.
-        where: Allowed values by parameter. Numbers are compared as numbers.
+        where: Allowed values by parameter. Numbers are compared as numbers, 0..4 is any of a range,
+            and a run without the parameter has the value null.
         option: Option or key that names the parameters, for errors.
 
     Raises:
@@ -137,13 +138,8 @@ def having(
     """
     kept = list(runs)
     for key, allowed in zip(resolved(runs, where, option), where.values(), strict=True):
-        kept = [run for run in kept if _is_any(value_of(run.params, key), allowed)]
+        kept = [run for run in kept if _is_any(value_of(run.params, key) or _ABSENT, allowed)]
     return kept
-
-
-def _is_any(value: str | None, allowed: Sequence[str]) -> bool:
-    """Return whether a value, which may be missing, is one of several."""
-    return value is not None and any(same_value(value, other) for other in allowed)
 
 
 def reference_runs(runs: Sequence[TrackedRun], reference: str, option: str) -> list[TrackedRun]:
@@ -186,40 +182,45 @@ def with_values(
     Raises:
         ConfigError: A text is not KEY=VALUE, or no run has the key or all the values.
     """
-    if not where:
-        return list(things)
-    every: Any = pd.DataFrame(list(map(params, things)), dtype=object).fillna(_ABSENT)
-    kept = every
+    table = [params(thing) for thing in things]
+    names = set().union(*table)
+    kept = list(range(len(things)))
     for text in where:
         key, _, allowed = text.partition("=")
         if "" in (key, allowed):
             raise ConfigError(f"--where: '{text}' is not KEY=VALUE")
-        name = full_name(key, every.columns)
+        name = full_name(key, names)
         if name is None:
-            hint = _keys_meant(key, sorted(every))
+            hint = _keys_meant(key, sorted(names))
             raise ConfigError(f"--where: no {noun} has a key '{key}'{hint}")
+        values = [row.get(name, _ABSENT) for row in table]
         # A value may itself contain a comma.
-        asked = [allowed] if _matching(every[name], [allowed]) else allowed.split(",")
+        asked = [allowed] if allowed in values else allowed.split(",")
         for value in asked:
-            _require_match(every[name], [value], f"{noun} has {name}={value}", value)
-        chosen = _require_match(kept[name], asked, f"{noun} has {name}={allowed}", allowed)
-        kept = kept[kept[name].isin(chosen)]
-    return [things[i] for i in kept.index]
+            _require(value, values, f"{noun} has {name}={value}")
+        others = [values[i] for i in kept]
+        kept = [i for i in kept if _is_any(values[i], asked)]
+        if not kept:
+            _require(allowed, others, f"{noun} has {name}={allowed}")
+    return [things[i] for i in kept]
 
 
-def _require_match(
-    values: Iterable[str], asked: Sequence[str], subject: str, text: str
-) -> list[str]:
-    """Return the values that match one of the asked ones; raise ConfigError if none does."""
-    matching = _matching(values, asked)
-    if not matching:
-        raise ConfigError(f"--where: no {subject}{did_you_mean(text, set(values))}")
-    return matching
+def _require(asked: str, values: Sequence[str], subject: str) -> None:
+    """Raise ConfigError unless one of the values is the asked one."""
+    if not any(_is_any(value, [asked]) for value in values):
+        raise ConfigError(f"--where: no {subject}{did_you_mean(asked, set(values))}")
 
 
-def _matching(values: Iterable[str], asked: Sequence[str]) -> list[str]:
-    """Return the distinct values that match one of the asked ones."""
-    return [value for value in set(values) if any(_matches(value, text) for text in asked)]
+def _is_any(value: str, asked: Sequence[str]) -> bool:
+    """Return whether a value is one of the asked ones, as number or text, or in a range: 0..4."""
+    for text in asked:
+        first, _, last = text.partition("..")
+        if all(map(str.isdecimal, (value, first, last))):
+            if int(first) <= int(value) <= int(last):
+                return True
+        elif same_value(value, text):
+            return True
+    return False
 
 
 def _keys_meant(key: str, known: Sequence[str]) -> str:
@@ -228,14 +229,6 @@ def _keys_meant(key: str, known: Sequence[str]) -> str:
     if ends:
         return f"; did you mean {' or '.join(ends)}?"
     return did_you_mean(key, {name.removesuffix(".name") for name in known})
-
-
-def _matches(value: str, asked: str) -> bool:
-    """Return True if a value is the asked one, as a number or text, or in a range such as 0..4."""
-    first, _, last = asked.partition("..")
-    if all(map(str.isdecimal, (value, first, last))):
-        return int(first) <= int(value) <= int(last)
-    return same_value(value, asked)
 
 
 def full_name(key: str, known: Container[str]) -> str | None:
@@ -337,8 +330,8 @@ def divided(runs: Sequence[TrackedRun], keys: Sequence[str]) -> list[Group]:
     groups = by_key(runs, lambda run: tuple(value_of(run.params, key) for key in keys))
     ordered = []
     for values in sorted(groups, key=lambda values: tuple(map(place, keys, values))):
-        named = dict(zip(keys, values, strict=True))
-        present = {key: value for key, value in named.items() if value is not None}
+        named = zip(keys, values, strict=True)
+        present = {key: value for key, value in named if value is not None}
         ordered.append((present, groups[values]))
     return ordered
 

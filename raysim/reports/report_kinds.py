@@ -18,7 +18,7 @@ from raysim.reports.analysis import plots, sensitivity, speedup
 from raysim.reports.analysis.aggregate import figures_of, rows
 from raysim.reports.analysis.curves import Curve, along, curves, grid
 from raysim.reports.claims import claim_section, verdicts
-from raysim.reports.grouping import apart, having, label
+from raysim.reports.grouping import apart, label
 from raysim.reports.published import PublishedResult, read_published
 from raysim.reports.runs import RunSource
 from raysim.reports.table_columns import with_numbers
@@ -31,7 +31,7 @@ from raysim.reports.table_report import (
     split_keys,
 )
 from raysim.reports.table_row import differs
-from raysim.reports.tracked import CostUnit, Statistic, TrackedRun
+from raysim.reports.tracked import Statistic, TrackedRun
 from raysim.reports.value_names import Names, names_given
 
 
@@ -45,12 +45,11 @@ class Report:
     frame: pd.DataFrame
     """Numbers of the report."""
 
-    plot: Callable[[Path], Any]
-    """Function that draws the report into a file, of claims into a folder. It returns in words what
-    it drew, of claims the files."""
-
     text: str = ""
     """Report in words, as Markdown; "" if there is only a plot."""
+
+    plot: Callable[[Path], Any] = lambda path: ""
+    """Function that draws the report into a file; without a text it returns what it drew."""
 
 
 def curves_report(
@@ -82,24 +81,13 @@ def curves_report(
     """
     unit = cost_unit_of(x_axis)
     runs = source.finished(metric, say, unit)
-    return _curves(runs, split_keys(group), split_keys(panels) or (), unit, say)
-
-
-def _curves(
-    runs: Sequence[TrackedRun],
-    group: Sequence[str] | None,
-    panels: Sequence[str],
-    unit: CostUnit,
-    say: Say,
-) -> Report:
-    """Return the curves of runs."""
-    lines = curves(runs, group, say, panels)
+    lines = curves(runs, split_keys(group), say, split_keys(panels) or ())
 
     def plot(path: Path) -> str:
         plots.plot_curves(lines, runs[0].metric, unit, path)
         return f"{len(lines)} curves in {path}"
 
-    return Report(runs, _points(lines, unit.replace(" ", "_")), plot)
+    return Report(runs, _points(lines, unit.replace(" ", "_")), plot=plot)
 
 
 def sweep_report(
@@ -129,7 +117,8 @@ def sweep_report(
         target: Report the first round with this value of the metric instead. Not allowed with `y`.
         log_x: Whether the x-axis of the plot is logarithmic. Not allowed with `y`.
         paper: Published results, which the cells of a heatmap have in brackets; as for a table.
-        label: Names of values, parameters and the metric in the plot of a heatmap; as for a table.
+        label: Names of values, parameters and the colour bar (such as "best accuracy %") in the
+            plot of a heatmap; as for a table.
 
     Returns:
         For one parameter, a report whose frame has the columns curve (label of the other parameters
@@ -197,7 +186,7 @@ def _lines(
         plots.plot_curves(lines, title, x, path, logarithmic=log_x)
         return f"{len(lines)} line{'s'[: len(lines) != 1]} in {path}"
 
-    return Report(runs, _points(lines, x).drop(columns="panel"), plot)
+    return Report(runs, _points(lines, x).drop(columns="panel"), plot=plot)
 
 
 def _heatmap(
@@ -206,8 +195,8 @@ def _heatmap(
     y: str,
     statistic: Statistic,
     say: Say,
-    paper: str | None = None,
-    labels: str | Sequence[str] | Names = (),
+    paper: str | None,
+    labels: str | Sequence[str] | Names,
 ) -> Report:
     """Return results over two parameters."""
     metric = runs[0].metric
@@ -227,18 +216,18 @@ def _heatmap(
     frame = pd.DataFrame(records, columns=["panel", x, y, "mean", "paper_best"])
     frame = with_numbers(frame if paper else frame.drop(columns="paper_best"), [x, y])
     (shown,) = figures_of(runs, [statistic])
-    names = names_given(labels, _nameable(panels, x, y, metric))
+    names = names_given(labels, _nameable(panels, x, y, shown.header(alone=False)))
 
     def plot(path: Path) -> str:
         plots.plot_heatmap(panels, x, y, shown, path, names)
         return f"{len(records)} values in {path}"
 
-    return Report(runs, frame, plot)
+    return Report(runs, frame, plot=plot)
 
 
-def _nameable(panels: Sequence[plots.Panel], x: str, y: str, metric: str) -> list[str]:
-    """Return all that may have a name in heatmaps: parameters, values and the metric."""
-    things = [*x.split(","), *y.split(","), metric]
+def _nameable(panels: Sequence[plots.Panel], x: str, y: str, header: str) -> list[str]:
+    """Return all that may have a name in heatmaps: parameters, values and the colour bar."""
+    things = [*x.split(","), *y.split(","), header]
     for panel in panels:
         for value in (*panel.columns, *panel.lines):
             things += [value, *value.split(", ")]
@@ -282,7 +271,7 @@ def sensitivity_report(
     title = f"{statistic} {metric}"
     text = f"{sensitivity.effects_markdown(effects, metric)}\n{len(runs)} runs"
     clouds = sensitivity.clouds(effects)
-    return Report(runs, frame, lambda path: plots.plot_scatter(clouds, title, path), text)
+    return Report(runs, frame, text, lambda path: plots.plot_scatter(clouds, title, path))
 
 
 def speedup_report(
@@ -327,10 +316,11 @@ def speedup_report(
         f"slope {slope.mean:.3f}, 95 % interval [{slope.low:.3f}, {slope.high:.3f}] over "
         f"{slope.n} seeds"
     )
-    aim = f"{metric} {target:g}"
-    return Report(
-        runs, frame, lambda path: plots.plot_speedup(lines, slope, aim, over, path), "\n".join(text)
-    )
+
+    def plot(path: Path) -> None:
+        plots.plot_speedup(lines, slope, f"{metric} {target:g}", over, path)
+
+    return Report(runs, frame, "\n".join(text), plot)
 
 
 PLOTTED_KINDS: dict[str, Callable[..., Report]] = {
@@ -362,22 +352,8 @@ def claims_report(source: RunSource, say: Say, *, config: str) -> Report:
     """
 
     @cache
-    def runs_of(metric: str, cost_unit: CostUnit = "rounds") -> Sequence[TrackedRun]:
-        return source.finished(metric, say, cost_unit)
-
-    def plot(folder: Path) -> list[Path]:
-        drawn: list[Path] = []
-        for i, claim in enumerate(claims):
-            figure = claim.figure
-            if figure is not None and folder / figure.file not in drawn:
-                drawn.append(folder / figure.file)
-                place = f"claims.{i}.figure.where"
-                runs = runs_of(figure.metric, cost_unit_of(figure.x_axis))
-                runs = having(runs, figure.where, place)
-                if not runs:
-                    raise ConfigError(f"{place}: no run has all these values; change one of them")
-                say(_figure(figure, runs, say).plot(drawn[-1]))
-        return drawn
+    def runs_of(metric: str) -> Sequence[TrackedRun]:
+        return source.finished(metric, say)
 
     claims = claim_section.require_claims(config)
     results = verdicts.check_claims(claims, runs_of)
@@ -388,16 +364,7 @@ def claims_report(source: RunSource, say: Say, *, config: str) -> Report:
     columns = ["claim", "each", "left", "right", "difference", "seeds_for", "seeds_against"]
     frame = pd.DataFrame(records, columns=[*columns, "verdict"])
     runs = runs_of(claims[0].left.metric)
-    return Report(runs, frame, plot, verdicts.claims_markdown(results))
-
-
-def _figure(figure: claim_section.Figure, runs: Sequence[TrackedRun], say: Say) -> Report:
-    """Return the report that a claim's figure shows."""
-    if figure.kind == "curves":
-        return _curves(runs, figure.group, figure.panels, cost_unit_of(figure.x_axis), say)
-    if figure.y is not None:
-        return _heatmap(runs, figure.x, figure.y, "best", say)
-    return _lines(runs, figure.x, "best", None, figure.log_x, say)
+    return Report(runs, frame, verdicts.claims_markdown(results))
 
 
 def _points(lines: Sequence[Curve], x: str) -> pd.DataFrame:

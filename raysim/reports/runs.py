@@ -1,8 +1,8 @@
 """Finished runs of the tracking store, or of ledgers in its place.
 
 Reports read only MLflow and therefore work for runs of other machines and users. They write to
-MLflow in two cases: `keep` stores files of a report, and runs whose processes have died are marked
-as FAILED.
+MLflow in two cases: `keep` stores the file of a report, and runs whose processes have died are
+marked as FAILED.
 """
 
 from __future__ import annotations
@@ -180,21 +180,21 @@ def _why_empty(trained: Sequence[Any]) -> str:
 
 
 def keep(
-    files: Sequence[Path], runs: Sequence[TrackedRun], wanted: Sequence[str], uri: str | None = None
+    file: Path, runs: Sequence[TrackedRun], wanted: Sequence[str], uri: str | None = None
 ) -> str:
-    """Store the files of a report in MLflow, in the artifact folder `report`.
+    """Store the file of a report in MLflow, in the artifact folder `report`.
 
-    If all runs belong to a sweep, the files go to its parent run, otherwise to a run called
+    If all runs belong to a sweep, the file goes to its parent run, otherwise to a run called
     "report" in the experiment of the first run.
 
     Args:
-        files: Files to store, which exist.
+        file: File to store, which exists.
         runs: Runs that the report covers, at least one.
         wanted: Names and ids as the user wrote them; a sweep among them is preferred.
         uri: Address of the tracking store.
 
     Returns:
-        The id of the run that holds the files.
+        The id of the run that holds the file.
 
     Raises:
         RaysimError: The tracking store cannot be written to.
@@ -207,8 +207,7 @@ def keep(
         else:
             experiment = client.get_run(runs[0].run_id).info.experiment_id
             target_run = _report_run(client, experiment)
-        for file in files:
-            client.log_artifact(target_run, str(file), "report")
+        client.log_artifact(target_run, str(file), "report")
         return target_run
 
 

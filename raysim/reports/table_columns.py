@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from raysim.reports.table_row import (
     value_key,
 )
 from raysim.reports.tracked import CostUnit, TrackedRun
-from raysim.reports.value_names import NO_NAMES, Names
+from raysim.reports.value_names import Names, named
 
 MISSING_TEXT = "–"
 """Text of a cell without a value."""
@@ -45,13 +46,38 @@ LATEX_TEXTS = {
 }
 """LaTeX of the characters that have a meaning there, or that it lacks."""
 
-FIRST_MARK = 0xE000
-"""First of the private-use characters, which stand for names while other texts are escaped."""
 
 Columns = dict[str, list[str]]
-"""Text of every row, by the header of its column as it is without names."""
+"""Text of every row, by the header of its column."""
 
 T = TypeVar("T")
+
+NUMBERS_OF_OPTIONS = (
+    {"chosen_round": "chosen_round.mean", "chosen_round_std": "chosen_round.std"},
+    {
+        "target": "target",
+        "COST_to_target": "to_target.mean",
+        "COST_to_target_std": "to_target.std",
+        "reached": "reached",
+    },
+    {"not_finished": "unfinished"},
+    {"rank": "rank.place", "mean_rank": "rank.mean"},
+    {
+        "paper_best": "printed.best",
+        "paper_std": "printed.std",
+        "paper_rounds_to_target": "printed.rounds",
+        "difference_in_paper_stds": "difference",
+        "difference_in_own_stds": "difference_in_own_stds",
+    },
+    {
+        "versus": "versus.mean",
+        "versus_low": "versus.low",
+        "versus_high": "versus.high",
+        "versus_p": "versus.p_value",
+        "versus_seeds": "versus.n",
+    },
+)
+"""Attributes of a row by the column of the data frame: those of an option together."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +91,15 @@ class ResultsTable:
     """Unit of the cost of reaching the target."""
 
     names: Names = field(default_factory=dict)
-    """Names of values, parameters, metrics and headers. LaTeX has them as they are, so that they
-    may hold LaTeX such as `$\\alpha$`."""
+    """Names of values, parameters and headers. LaTeX has them as they are, so that they may hold
+    LaTeX such as `$\\alpha$`."""
 
     runs: Sequence[TrackedRun] = ()
     """Runs of the table, with the history of the first metric."""
 
     def markdown(self) -> str:
         """Return the table as Markdown; accuracies are shown in percent."""
-        return as_markdown(self._texts(self.names))
+        return as_markdown(self._named(self._texts(), self.names))
 
     def latex(self) -> str:
         """Return the table as a LaTeX tabular that uses booktabs; a comment says so.
@@ -81,21 +107,18 @@ class ResultsTable:
         The best mean of each column of results is bold: that of each scenario, if one has several
         rows.
         """
-        marks = {key: chr(FIRST_MARK + i) for i, key in enumerate(self.names)}
-        named = {marks[key]: self.names[key] for key in self.names}
-        characters = str.maketrans({**LATEX_TEXTS, **named})
-        shown = self._texts(marks).map(lambda cell: cell.translate(characters))
+        names = {_in_latex(text): name for text, name in self.names.items()}
+        shown = self._named(self._texts().map(_in_latex).rename(columns=_in_latex), names)
         for i, column in self._best_cells():
             shown.iat[i, column] = rf"\textbf{{{shown.iat[i, column]}}}"
-        n_parameters = len(self._parameters())
-        alignment = "l" * n_parameters + "r" * (shown.shape[1] - n_parameters)
-        shown.columns = [header.translate(characters) for header in shown]
+        alignment = ("l" * len(self._parameters())).ljust(shown.shape[1], "r")
         tabular = shown.to_latex(index=False, escape=False, column_format=alignment)
         return f"% needs \\usepackage{{booktabs}}\n{tabular.rstrip()}"
 
     def csv(self) -> str:
         """Return the table as CSV, with the columns of `frame`; missing values are empty."""
-        return self._numbers().to_csv(index=False, lineterminator="\n").rstrip("\n")
+        numbers = self._named(self._numbers(), self.names)
+        return numbers.to_csv(index=False, lineterminator="\n").rstrip("\n")
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -114,25 +137,20 @@ class ResultsTable:
         Missing values are NaN, such as the deviation of one run, and the rounds to a target that no
         run reaches.
         """
-        frame = self._numbers()
-        columns = list(frame)
-        parameters = columns[: columns.index("seeds")]
-        counts = ("seeds", "reached", "rounds_min", "rounds_max", "not_finished")
-        figures = frame.columns.difference([*parameters, *counts])
-        return with_numbers(frame.astype(dict.fromkeys(figures, float)), parameters)
+        frame = self._named(self._numbers(), self.names)
+        return with_numbers(frame, list(frame)[: len(self._parameters())])
 
     def nameable(self) -> list[str]:
-        """Return all that may have a name: values, KEY=VALUE, metrics and headers."""
+        """Return all that may have a name: values, KEY=VALUE, and headers with their parts."""
         things: list[str] = []
         for key, header in _headers(self.rows).items():
             for row in self.rows:
                 if key in row.parameters:
                     value = row.parameters[key]
                     things += [value, f"{header}={value}"]
-        for figure in self.rows[0].values:
-            things += [figure.metric, figure.select_by]
-        things += self._columns(NO_NAMES)
-        return list(filter(None, dict.fromkeys(things)))
+        for header in self._texts():
+            things += [header, *header.split(", ")]
+        return list(dict.fromkeys(things))
 
     def _parameters(self) -> dict[str, str]:
         """Return the headers of the columns of parameters, by parameter."""
@@ -140,74 +158,61 @@ class ResultsTable:
 
     def _best_cells(self) -> Iterable[tuple[int, int]]:
         """Yield row and column of the best mean of each column of results."""
-        places = list(self._columns(NO_NAMES))
+        headers = list(self._texts())
         scenarios: list[tuple] = [split_scenario(row.parameters)[0] for row in self.rows]
         if len(set(scenarios)) == len(scenarios):
             scenarios = [()] * len(scenarios)
         for figure in self.rows[0].values:
-            column = places.index(figure.header(NO_NAMES, _alone(self.rows)))
+            column = headers.index(figure.header(_alone(self.rows)))
             for i in _best_rows(self.rows, figure, scenarios):
                 yield i, column
 
+    def _named(self, frame: pd.DataFrame, names: Names) -> pd.DataFrame:
+        """Return texts or numbers with names of headers, and of values of parameters."""
+        named_frame = frame.copy()
+        for header in list(frame)[: len(self._parameters())]:
+
+            def name_of(value: str, header: str = header) -> str:
+                return names.get(f"{header}={value}") or named(value, names)
+
+            named_frame[header] = frame[header].map(name_of, na_action="ignore")
+        return named_frame.rename(columns=lambda header: named(header, names))
+
     def _numbers(self) -> pd.DataFrame:
         """Return a frame with parameters as text, without columns that were not requested."""
-        headers = _headers(self.rows)
-        alone = _alone(self.rows)
-        records = []
-        for row in self.rows:
-            record: dict[str, Any] = {}
-            for key, header in headers.items():
-                value = row.parameters.get(key)
-                named = None if value is None else _value_name(header, value, self.names)
-                record[self.names.get(header, header)] = named
-            record["seeds"] = row.seeds
-            for figure, value in row.values.items():
-                record |= _mean_and_std(figure.column(alone), value)
-            record["rounds_min"], record["rounds_max"] = row.rounds
-            records.append(record)
-        frames = [pd.DataFrame(records)]
-        # The columns of one option are in the frame if some row has a value of one of them.
-        for columns in zip(*map(self._optional_columns, self.rows), strict=True):
-            frame = pd.DataFrame(columns)
-            if frame.notna().any(axis=None):
-                frames.append(frame)
-        return pd.concat(frames, axis=1)
-
-    def _optional_columns(self, row: TableRow) -> list[dict[str, Any]]:
-        """Return the values of a row in the columns of each option; None: without the option."""
-        cost = _mean_and_std(f"{self.cost_unit.replace(' ', '_')}_to_target", row.to_target)
-        reached = None if row.target is None else getattr(row.to_target, "n", 0)
-        paper = _attributes(
-            row.printed, paper_best="best", paper_std="std", paper_rounds_to_target="rounds"
-        )
-        paper["difference_in_paper_stds"] = row.difference
-        paper["difference_in_own_stds"] = row.difference_in_own_stds
-        versus = _attributes(row.versus, versus="mean", versus_low="low", versus_high="high")
-        return [
-            _mean_and_std("chosen_round", row.chosen_round),
-            {"target": row.target, **cost, "reached": reached},
-            {"not_finished": row.unfinished or None},
-            _attributes(row.rank, rank="place", mean_rank="mean"),
-            paper,
-            {**versus, **_attributes(row.versus, versus_p="p_value", versus_seeds="n")},
-        ]
-
-    def _texts(self, names: Names) -> pd.DataFrame:
-        """Return the table as a frame of texts for readers."""
-        alone = _alone(self.rows)
-        headers: dict[str, str] = {}
+        numbers: dict[str, Any] = {}
+        for key, header in _headers(self.rows).items():
+            numbers[header] = [row.parameters.get(key) for row in self.rows]
+        numbers["seeds"] = [row.seeds for row in self.rows]
+        rounds = [row.rounds for row in self.rows]
         for figure in self.rows[0].values:
-            headers[figure.header(NO_NAMES, alone)] = figure.header(names, alone)
-        return pd.DataFrame(self._columns(names)).rename(columns={**headers, **names})
+            name = figure.column(_alone(self.rows))
+            values = [row.values[figure] for row in self.rows]
+            numbers[name] = _attributes(values, "mean")
+            numbers[f"{name}_std"] = _attributes(values, "std")
+        numbers["rounds_min"] = [least for least, _ in rounds]
+        numbers["rounds_max"] = [most for _, most in rounds]
+        cost = self.cost_unit.replace(" ", "_")
+        for attributes in NUMBERS_OF_OPTIONS:
+            option = {}
+            for name, attribute in attributes.items():
+                option[name.replace("COST", cost)] = _attributes(self.rows, attribute)
+            # They are in the frame if some row has a value of one of them.
+            if any(values.notna().any() for values in option.values()):
+                numbers |= option
+        return pd.DataFrame(numbers)
 
-    def _columns(self, names: Names) -> Columns:
+    def _texts(self) -> pd.DataFrame:
+        """Return the table as a frame of texts for readers."""
+        return pd.DataFrame(self._columns())
+
+    def _columns(self) -> Columns:
         """Return the columns of the table for readers, without those that would be empty."""
         table = self.rows
         first, *others = table[0].values
         columns: Columns = {}
         for key, header in _headers(table).items():
-            values = [row.parameters.get(key, MISSING_TEXT) for row in table]
-            columns[header] = [_value_name(header, value, names) for value in values]
+            columns[header] = [row.parameters.get(key, MISSING_TEXT) for row in table]
         columns[f"{_noun(table)}s"] = [str(row.seeds) for row in table]
         columns |= _values(table, first)
         columns |= _published_best_values(table, first)
@@ -220,7 +225,7 @@ class ResultsTable:
         columns |= _ranks([row.rank for row in table if row.rank])
         columns["rounds done"] = ["–".join(map(str, dict.fromkeys(row.rounds))) for row in table]
         if any(row.unfinished for row in table):
-            columns["not finished"] = [row.unfinished for row in table]
+            columns["not finished"] = [row.unfinished or "" for row in table]
         return columns
 
 
@@ -249,17 +254,14 @@ class CrossTable(ResultsTable):
         """Return what the cells are: metric, statistics and number of seeds."""
         figure, *others = self.rows[0].values
         seeds = max(row.seeds for row in self.rows)
-        text = figure.header(self.names, alone=False)
+        text = figure.header(alone=False)
         if others:
-            names = " and ".join(other.statistic for other in others)
+            statistics = " and ".join(other.statistic for other in others)
             where = "more than a standard deviation away" if seeds > 1 else "different"
-            text += f" (and {names} where {where})"
-        return f"{text}, {'mean ± std over ' if seeds > 1 else ''}{_counted(self.rows, seeds)}"
-
-    @property
-    def frame(self) -> pd.DataFrame:
-        """Return the means as a data frame: the other parameters, and a column for each value."""
-        return with_numbers(self._numbers(), list(self._parameters().values()))
+            text += f" (and {statistics} where {where})"
+        if seeds > 1:
+            return f"{text}, mean ± std over {_counted(self.rows, seeds)}"
+        return f"{text}, {_counted(self.rows, seeds)}"
 
     def _parameters(self) -> dict[str, str]:
         headers = _headers(self.rows)
@@ -267,57 +269,45 @@ class CrossTable(ResultsTable):
 
     def _best_cells(self) -> Iterable[tuple[int, int]]:
         left = self._parameters()
-        lines = self._places(left)
-        columns = self._places(self.across)
+        lines, columns = self._places(left), self._places(self.across)
         _, methods = split_scenario(dict.fromkeys(self.across, ""))
-        rivals = lines if methods else columns
-        for i in _best_rows(self.rows, self.rows[0].figure, rivals):
-            column = sorted(set(columns)).index(columns[i])
-            yield sorted(set(lines)).index(lines[i]), len(left) + column
+        for i in _best_rows(self.rows, self.rows[0].figure, lines if methods else columns):
+            yield lines[i], len(left) + columns[i]
 
     def _numbers(self) -> pd.DataFrame:
-        frame = self._crossed(self.names, lambda row: row.result and row.result.mean)
-        return frame.rename(columns=dict(self.names))
+        return self._crossed([row.result and row.result.mean for row in self.rows])
 
-    def _columns(self, names: Names) -> Columns:
-        seeds = max(row.seeds for row in self.rows)
+    def _texts(self) -> pd.DataFrame:
+        most = max(row.seeds for row in self.rows)
+        texts = []
+        for row in self.rows:
+            text = _cell(row)
+            if row.seeds != most:
+                text += f", {_counted(self.rows, row.seeds)}"
+            texts.append(text)
+        return self._crossed(texts).fillna(MISSING_TEXT)
 
-        def cell(row: TableRow) -> str:
-            """Return the text of a cell; it has the number of seeds if that differs."""
-            same = row.seeds == seeds
-            return _cell(row) if same else f"{_cell(row)}, {_counted(self.rows, row.seeds)}"
-
-        return self._crossed(names, cell).fillna(MISSING_TEXT).to_dict("list")
-
-    def _crossed(self, names: Names, content: Callable[[TableRow], Any]) -> pd.DataFrame:
+    def _crossed(self, cells: Sequence[Any]) -> pd.DataFrame:
         """Return a frame of parameters and of a column for each value; missing cells are NaN."""
-        left = self._parameters()
-        columns: dict[tuple, str] = {}
-        lines: dict[tuple, dict[str, Any]] = {}
-        places = zip(self._places(left), self._places(self.across), strict=True)
-        for row, (line_place, column_place) in zip(self.rows, places, strict=True):
-            header = columns.setdefault(column_place, self._header(row, names))
-            line = lines.setdefault(line_place, {})
-            for key in left.keys() & row.parameters.keys():
-                line[left[key]] = _value_name(left[key], row.parameters[key], names)
-            line[header] = content(row)
-        headers = [*left.values(), *(columns[place] for place in sorted(columns))]
-        return pd.DataFrame([lines[place] for place in sorted(lines)], columns=headers)
+        lines, columns = self._places(self._parameters()), self._places(self.across)
+        left: dict[int, dict[str, str]] = {}
+        headers: dict[int, str] = {}
+        for row, line, column in zip(self.rows, lines, columns, strict=True):
+            values = [row.parameters[key] for key in self.across if key in row.parameters]
+            headers[column] = ", ".join(values) or MISSING_TEXT
+            left.setdefault(line, {}).update(row.parameters)
+        parameters = self._parameters()
+        beside = pd.DataFrame([left[line] for line in sorted(left)], columns=list(parameters))
+        crossed: pd.DataFrame = pd.Series(cells, [lines, columns], dtype=object).unstack()
+        crossed = crossed.infer_objects()
+        return beside.rename(columns=parameters).join(crossed.rename(columns=headers))
 
-    def _places(self, keys: Collection[str]) -> list[tuple]:
-        """Return the sort key of each row by its values of some parameters."""
+    def _places(self, keys: Collection[str]) -> list[int]:
+        """Return the line or column of each row by its values of some parameters."""
         place = order_of_values(self.runs)
-        return [place_of_row(row, keys, place) for row in self.rows]
-
-    def _header(self, row: TableRow, names: Names) -> str:
-        """Return the header of a row's column: its values of the parameters across."""
-        headers = _headers(self.rows)
-        values = [
-            _value_name(headers[key], row.parameters[key], names)
-            for key in self.across
-            if key in row.parameters
-        ]
-        return ", ".join(values) or MISSING_TEXT
+        places = [place_of_row(row, keys, place) for row in self.rows]
+        ordered = sorted(set(places))
+        return [ordered.index(place) for place in places]
 
 
 def _cell(row: TableRow) -> str:
@@ -364,6 +354,11 @@ def with_numbers(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     return frame
 
 
+def _in_latex(text: str) -> str:
+    """Return a text as LaTeX."""
+    return text.translate(str.maketrans(LATEX_TEXTS))
+
+
 def _texts(things: Iterable[T | None], text: Callable[[T], str]) -> list[str]:
     """Return the text of each thing, of those that are None that of a missing value."""
     return [MISSING_TEXT if thing is None else text(thing) for thing in things]
@@ -396,14 +391,9 @@ def _headers(table: Sequence[TableRow]) -> dict[str, str]:
     return {key: short(key) if counts[short(key)] == 1 else key for key in keys}
 
 
-def _value_name(header: str, value: str, names: Names) -> str:
-    """Return the name of a parameter's value, by the value or by KEY=VALUE."""
-    return names.get(f"{header}={value}", names.get(value, value))
-
-
 def _values(table: Sequence[TableRow], figure: Figure) -> Columns:
     """Return a column of results."""
-    header = figure.header(NO_NAMES, _alone(table))
+    header = figure.header(_alone(table))
     return {header: [_mean_text(row.values[figure], figure.percent) for row in table]}
 
 
@@ -482,18 +472,15 @@ def _published_rounds(rounds: float) -> str:
 
 def _ranks(ranks: Sequence[Rank]) -> Columns:
     """Return the columns of the ranks, which all rows have or none: no mean of one scenario."""
-    scenarios = {rank.scenarios for rank in ranks}
-    if not scenarios:
-        return {}
-    columns = {"rank": [f"{rank.place:.3g}" for rank in ranks]}
-    if len(scenarios) > 1:
+    columns: Columns = {}
+    if ranks:
+        columns["rank"] = [f"{rank.place:.3g}" for rank in ranks]
+    if any(rank.scenarios > 1 for rank in ranks):
         columns["mean rank"] = [f"{rank.mean:.3g} (of {rank.scenarios})" for rank in ranks]
-    elif scenarios != {1}:
-        columns[f"mean rank of {min(scenarios)}"] = [f"{rank.mean:.3g}" for rank in ranks]
     return columns
 
 
-def _best_rows(table: Sequence[TableRow], figure: Figure, units: Sequence[tuple]) -> list[int]:
+def _best_rows(table: Sequence[TableRow], figure: Figure, units: Sequence[Hashable]) -> list[int]:
     """Return the positions of the rows with the best value of each unit that has several rows.
 
     A metric that accumulates has none: more bytes are neither better nor worse.
@@ -505,7 +492,7 @@ def _best_rows(table: Sequence[TableRow], figure: Figure, units: Sequence[tuple]
     """
     if accumulates(figure.metric):
         return []
-    by_unit: dict[tuple, list[tuple[float, int]]] = {}
+    by_unit: dict[Hashable, list[tuple[float, int]]] = {}
     for i, (row, unit) in enumerate(zip(table, units, strict=True)):
         value = row.values[figure]
         if value is not None:
@@ -573,11 +560,11 @@ def difference_text(difference: PairedDifference | None, percent: bool) -> str:
     return f"{text} [{ends}], p {difference.p_value:.2g}"
 
 
-def _mean_and_std(column: str, value: MeanStd | None) -> dict[str, float | None]:
-    """Return a mean and its deviation as columns of a data frame."""
-    return _attributes(value, **{column: "mean", f"{column}_std": "std"})
-
-
-def _attributes(source: object | None, /, **columns: str) -> dict[str, Any]:
-    """Return attributes by the name of their column; all None without a source."""
-    return {column: getattr(source, attribute, None) for column, attribute in columns.items()}
+def _attributes(things: Sequence[object], path: str) -> pd.Series:
+    """Return an attribute of each thing, such as "rank.mean"; NaN where one is missing."""
+    values = []
+    for value in things:
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        values.append(math.nan if value is None else value)
+    return pd.Series(values)

@@ -78,7 +78,7 @@ def table_report(
         columns: Parameters whose values become columns, as of a table of attacks and defences; its
             cells are the first statistic, with a paper's figure in brackets, and the others where
             they lie more than a standard deviation away.
-        label: Names of values, parameters, metrics and headers: {value: name}, or texts VALUE=NAME.
+        label: Names of values, parameters and headers: {value: name}, or texts VALUE=NAME.
 
     Returns:
         The table; its `frame` lists the columns.

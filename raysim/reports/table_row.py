@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from raysim.metrics import is_share
 from raysim.reports.published import PublishedResult
 from raysim.reports.tracked import LAST_EVALUATIONS, Statistic
-from raysim.reports.value_names import Names
 
 
 @dataclass(frozen=True)
@@ -85,19 +84,17 @@ class Figure:
         """Whether another metric chooses the round."""
         return self.statistic == "best" and self.select_by not in ("", self.metric)
 
-    def header(self, names: Names, alone: bool) -> str:
+    def header(self, alone: bool) -> str:
         """Return the header of the column.
 
         Args:
-            names: Names of metrics.
             alone: Whether the table has no other metric.
         """
-        metric = names.get(self.metric, self.metric)
         if self.selected:
-            return f"{metric}{self.unit} at best {names.get(self.select_by, self.select_by)}"
+            return f"{self.metric}{self.unit} at best {self.select_by}"
         if self.statistic != "last10":
-            return f"{self.statistic} {metric}{self.unit}"
-        subject = "" if alone else f"{metric}, "
+            return f"{self.statistic} {self.metric}{self.unit}"
+        subject = "" if alone else f"{self.metric}, "
         return f"{subject}mean of last {LAST_EVALUATIONS} evaluations{self.unit}"
 
     def column(self, alone: bool) -> str:
@@ -188,8 +185,8 @@ class TableRow:
     target: float | None = None
     """Target value of the metric."""
 
-    unfinished: str = ""
-    """Number of unfinished runs by reason, as text."""
+    unfinished: str | None = None
+    """Number of unfinished runs by reason, as text; None if all runs are finished."""
 
     rank: Rank | None = None
     """Rank among the methods, if requested."""
@@ -215,6 +212,13 @@ class TableRow:
     def result(self) -> MeanStd | None:
         """Value by which rows are compared."""
         return self.values[self.figure]
+
+    @property
+    def reached(self) -> int | None:
+        """Number of runs that reach the target; None without a target."""
+        if self.target is None:
+            return None
+        return self.to_target.n if self.to_target else 0
 
     @property
     def difference(self) -> float | None:

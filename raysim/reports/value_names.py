@@ -18,7 +18,7 @@ from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean
 
 Names = Mapping[str, str]
-"""Names to show, by the value, KEY=VALUE, parameter, metric or header that they replace."""
+"""Names to show, by the value, KEY=VALUE, parameter or header that they replace."""
 
 NO_NAMES: Names = {}
 """No names: everything is shown as it is."""
@@ -88,7 +88,7 @@ def names_given(given: str | Sequence[str] | Names, things: Sequence[str]) -> Na
     Args:
         given: Names by what they replace, or texts VALUE=NAME. Of a text with several "=" the
             longest part that the table has is the value.
-        things: What the table has: values, KEY=VALUE, parameters, metrics and headers.
+        things: What the table has: values, KEY=VALUE, parameters and headers.
 
     Raises:
         ConfigError: A text is not VALUE=NAME, or the table does not have the value.
@@ -100,7 +100,7 @@ def names_given(given: str | Sequence[str] | Names, things: Sequence[str]) -> Na
         if thing not in things:
             hint = did_you_mean(thing, things) or f"; it has {', '.join(things)}"
             raise ConfigError(
-                f"label (--label): there is no value, parameter, metric or header '{thing}'{hint}"
+                f"label (--label): there is no value, parameter or header '{thing}'{hint}"
             )
     return given
 

@@ -7,7 +7,6 @@ The section `sweep` of a file or `key=value` on the command line defines the key
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from raysim.runs.run_dir import HISTORY_FILE
 from raysim.sweeps.reading import SweepSettings
 from raysim.sweeps.search_space import Draw, title_of
 from raysim.system.json_files import parsed
-from raysim.tracking.recorder import differing, flatten_parameters
+from raysim.tracking.recorder import flatten_parameters
 
 
 class _Result(TypedDict):
@@ -141,24 +140,18 @@ class Sweep:
 
     @property
     def common(self) -> dict[str, str]:
-        """Configuration of the sweep as flat text, without the keys that differ between trials.
+        """Configuration of the sweep as flat text, without the keys and sections that vary.
 
-        A section whose name differs is left out. If a rule differs, so do method and rules.
+        If a rule varies, so do method and rules.
         """
-        differ = self._differing_keys()
-        sections = {key.removesuffix(".name") for key in differ if key.endswith(".name")}
-        if sections & set(SECTIONS_OF_RULES):
-            sections |= set(SECTIONS_OF_RULES)
+        varied = {key.removesuffix(".name") for key in self.axes}
+        if not varied.isdisjoint(SECTIONS_OF_RULES):
+            varied |= set(SECTIONS_OF_RULES)
         common = {}
         for key, value in flatten_parameters(self.base).items():
-            if key not in differ and key.partition(".")[0] not in sections:
+            if not any(f"{key}.".startswith(f"{section}.") for section in varied):
                 common[key] = value
         return common
-
-    def _differing_keys(self) -> set[str]:
-        """Return the keys whose values differ between trials."""
-        trials = [flatten_parameters(t.config.model_dump(mode="json")) for t in self.trials]
-        return set().union(*itertools.starmap(differing, itertools.pairwise(trials)))
 
     def done(self, trial: Trial) -> bool:
         """Return True if a trial needs no further work in this sweep.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -32,12 +32,13 @@ from raysim.spelling import did_you_mean
 DRAWN_DIGITS = 4
 """Significant digits of a drawn number."""
 
-_DRAW_ARGUMENTS = {
-    "uniform": "low, high",
-    "loguniform": "low, high",
-    "randint": "low, high",
-    "choice": "a, b, …",
+_DRAW_FORMS = {
+    "uniform": "uniform(low, high), numbers with low < high",
+    "loguniform": "loguniform(low, high), numbers with 0 < low < high",
+    "randint": "randint(low, high), whole numbers with low < high",
+    "choice": "choice(a, b, …)",
 }
+"""Draws by their kind, as one writes them."""
 
 
 @dataclass(frozen=True)
@@ -224,14 +225,13 @@ def _parse_draw(key: str, item: Any) -> Draw | None:
     if match is None:
         return None
     kind, inside, closed = match.groups()
-    if kind not in _DRAW_ARGUMENTS:
+    if kind not in _DRAW_FORMS:
         if re.fullmatch(r"[-+.\d\s,eE]+", inside):
-            raise ConfigError(f"{key}: there is no {kind}(…){did_you_mean(kind, _DRAW_ARGUMENTS)}")
+            raise ConfigError(f"{key}: there is no {kind}(…){did_you_mean(kind, _DRAW_FORMS)}")
         return None
     if not closed:
         raise ConfigError(
-            f"{key}: {item} is not closed; between braces put it into quotes, "
-            f'"{kind}({_DRAW_ARGUMENTS[kind]})"'
+            f'{key}: {item} is not closed; between braces put it into quotes, "{kind}(a, b)"'
         )
     if not inside.strip():
         return Draw(kind, ())
@@ -240,27 +240,22 @@ def _parse_draw(key: str, item: Any) -> Draw | None:
 
 
 def _checked_draw(key: str, draw: Draw) -> Draw:
-    kind = draw.kind
-    if kind == "choice":
+    """Return a draw; raise ConfigError if its arguments are not those of its kind."""
+    if draw.kind == "choice":
         if not draw.arguments:
             raise ConfigError(f"{key}: choice() is of nothing; write choice(a, b)")
         return draw
-    kinds_of_numbers = [type(number) for number in draw.arguments]
-    if len(kinds_of_numbers) != 2 or not {int, float}.issuperset(kinds_of_numbers):
-        raise ConfigError(
-            f"{key}: {draw} is not understood; write {kind}({_DRAW_ARGUMENTS[kind]}), in numbers"
-        )
-    low, high = draw.arguments
-    if low >= high:
-        turned = f"{kind}({as_text(high)}, {as_text(low)})"
-        better = turned if low > high else f"{key}={as_text(low)}"
-        raise ConfigError(f"{key}: {draw}: low must be below high; write {better}")
-    if kind == "loguniform" and low <= 0:
-        raise ConfigError(f"{key}: {draw}: low must be above 0; take uniform, or a larger low")
-    if kind == "randint" and float in kinds_of_numbers:
-        raise ConfigError(
-            f"{key}: {draw}: the ends of randint are whole numbers; take uniform for fractions"
-        )
+    types = {type(number) for number in draw.arguments}
+    fits = len(draw.arguments) == 2 and types <= {int, float}
+    if fits:
+        low, high = draw.arguments
+        fits = low < high
+        if draw.kind == "loguniform":
+            fits = 0 < low < high
+        elif draw.kind == "randint":
+            fits = low < high and types == {int}
+    if not fits:
+        raise ConfigError(f"{key}: {draw} is not possible; write {_DRAW_FORMS[draw.kind]}")
     return draw
 
 
@@ -358,21 +353,19 @@ def check_size(grids: Iterable[Mapping[str, Axis]], samples: int) -> None:
         ConfigError: there are more than `MAX_TRIALS` trials.
     """
     total = 0
-    longest = (0, "")
+    counts: dict[str, int] = {}
     for grid in grids:
         lists = {key: len(axis) for key, axis in grid.items() if not isinstance(axis, Draw)}
-        total += prod(lists.values()) * (samples if len(lists) < len(grid) else 1)
-        longest = max([longest, *((count, key) for key, count in lists.items())])
-    if total <= MAX_TRIALS:
-        return
-    count, key = longest
-    reason = f"sweep.samples is {samples:,}"
-    if count > samples:
-        reason = f"{key} alone has {count:,} values"
-    raise ConfigError(
-        f"sweep: {total:,} trials, and {reason}; a sweep has {MAX_TRIALS:,} at most, so take "
-        "fewer, or several"
-    )
+        if len(lists) < len(grid):
+            lists["sweep.samples"] = samples
+        total += prod(lists.values())
+        counts |= lists
+    if total > MAX_TRIALS:
+        most = max(counts, key=counts.__getitem__)
+        raise ConfigError(
+            f"sweep: {total:,} trials, of which {most} alone makes {counts[most]:,}; a sweep has "
+            f"{MAX_TRIALS:,} at most, so take fewer values, or several sweeps"
+        )
 
 
 def points(grid: Mapping[str, Axis], samples: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -391,60 +384,23 @@ def points(grid: Mapping[str, Axis], samples: int, seed: int) -> Iterator[dict[s
             yield dict(zip(values, point, strict=True))
 
 
-def varied_values(
-    points: Iterable[Mapping[str, Any]], base: Mapping[str, Any]
-) -> dict[str, list[Any]]:
-    """Return the keys that distinguish points, with their values.
-
-    These are the keys with several values, and of the keys that only some points have those that
-    points with equal values of the others differ in.
+def varied_values(points: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the keys that vary with their values: those with several, and those of some points.
 
     Args:
         points: values by key, of each point.
-        base: configuration, nested, with the values that points without a key have.
     """
-    points = list(points)
     axes: dict[str, list[Any]] = {}
     for point in points:
         for key, value in point.items():
             values = axes.setdefault(key, [])
             if value not in values:
                 values.append(value)
-    varied = [key for key, values in axes.items() if len(values) > 1]
-    for key in axes:
-        if key in varied:
-            continue
-        if _count(points, [*varied, key], base) > _count(points, varied, base):
-            varied.append(key)
-    return {key: values for key, values in axes.items() if key in varied}
-
-
-def _count(
-    points: Iterable[Mapping[str, Any]], keys: Iterable[str], base: Mapping[str, Any]
-) -> int:
-    """Return the number of points that differ in some keys."""
-    written = {key: _value_at(base, key) for key in keys}
-    different = set()
-    for point in points:
-        values = []
-        for key, default in written.items():
-            spellings = [key, _plain_key(key), f"{key}.name"]
-            values.append(next((point[name] for name in spellings if name in point), default))
-        different.add(as_text(values))
-    return len(different)
-
-
-def _value_at(base: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key in a nested configuration; "absent" if it has none.
-
-    A section's value is its name, as where a point names the method by `algorithm`.
-    """
-    value: Any = base
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return "absent"
-        value = value[part]
-    return value.get("name", value) if isinstance(value, Mapping) else value
+    varied = {}
+    for key, values in axes.items():
+        if len(values) > 1 or not all(key in point for point in points):
+            varied[key] = values
+    return varied
 
 
 def _plain_key(key: str) -> str:

@@ -9,11 +9,12 @@ draws.png              if keys are drawn: the best value over each of them
 
 from __future__ import annotations
 
-import csv
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from raysim.metrics import lower_is_better
 from raysim.reports.analysis import aggregate, plots
@@ -251,24 +252,26 @@ def _best(run: TrackedRun) -> float | None:
 def _write_trials(outcome: SweepResult, metric: str, runs: list[TrackedRun]) -> None:
     """Write the lines of trials.csv."""
     unfinished = outcome.unfinished
-    axes = [key for key in outcome.sweep.axes if key != "seed"]
-    figures = [f"best {metric}", f"last {metric}", "seconds"]
-    with (outcome.sweep.folder / "trials.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*axes, *_STATE, *figures, "run", "folder"])
-        for trial, run in zip(outcome.sweep.trials, runs, strict=True):
-            result = trial.result or {}
-            state, why = unfinished.get(trial.folder, ("finished", ""))
-            last = run.history[-1][1] if run.history else None
-            values = [as_text(trial.values[key]) if key in trial.values else "" for key in axes]
-            reason = why.partition("\n")[0]  # without the traceback
-            values += [trial.config.seed, state, reason, result.get("rounds"), trial.failures]
-            values += [_best(run), last, result.get("seconds")]
-            writer.writerow([*values, Tail(trial.folder).run_id, trial.folder])
-
-
-_STATE = ("seed", "state", "why", "rounds", "failed attempts")
-"""Columns of trials.csv after those of the keys that vary."""
+    records = []
+    for trial, run in zip(outcome.sweep.trials, runs, strict=True):
+        result = trial.result or {}
+        state, why = unfinished.get(trial.folder, ("finished", ""))
+        record: dict[str, Any] = {}
+        for key in outcome.sweep.axes:
+            record[key] = as_text(trial.values[key]) if key in trial.values else ""
+        record["seed"] = trial.config.seed
+        record["state"] = state
+        record["why"] = why.partition("\n")[0]  # without the traceback
+        record["rounds"] = result.get("rounds")
+        record["failed attempts"] = trial.failures
+        record[f"best {metric}"] = _best(run)
+        record[f"last {metric}"] = run.history[-1][1] if run.history else None
+        record["seconds"] = result.get("seconds")
+        record["run"] = Tail(trial.folder).run_id
+        record["folder"] = trial.folder
+        records.append(record)
+    table = pd.DataFrame(records, dtype=object)
+    table.to_csv(outcome.sweep.folder / "trials.csv", index=False, lineterminator="\n")
 
 
 def _drawn(sweep: Sweep, metric: str, runs: list[TrackedRun]) -> dict[str, plots.Cloud]:

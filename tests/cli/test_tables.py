@@ -56,7 +56,7 @@ def test_a_terminal_wraps_sentences_and_cuts_no_word(width):
 def test_the_list_of_methods_is_whole_in_a_narrow_pipe(raysim_, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     discover()
-    lines = raysim_("list", "algorithms", "--family", "all").out.splitlines()
+    lines = raysim_("list", "algorithms").out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == list(ALGORITHMS)
 
 

@@ -321,7 +321,7 @@ WRONG = [
     (["x"], "claims.0: expected a mapping with says, left, is, right"),
     ([RIGHT, {**RIGHT, "is": "abve"}], "claims.1.is: "),
     ([{key: value for key, value in RIGHT.items() if key != "right"}], "claims.0.right: missing"),
-    ([{**RIGHT, "figur": {}}], "claims.0.figur: unknown key; did you mean 'figure'"),
+    ([{**RIGHT, "margn": 0}], "claims.0.margn: unknown key; did you mean 'margin'"),
     ([{**RIGHT, "left": {"metrc": "loss"}}], "claims.0.left.metrc: unknown key; did you mean 'metric'"),
     ([{**RIGHT, "left": {"value": 3}}], "claims.0.left.value: unknown key"),
     ([{**RIGHT, "left": {"statistic": "bst"}}], "claims.0.left.statistic: expected best, .*did you mean 'best'"),
@@ -341,17 +341,7 @@ WRONG = [
     ([{**RIGHT, "right": {"value": 1, "metric": "loss"}}], "claims.0.right: 'value' excludes where"),
     ([{**RIGHT, "margin": -1}], "claims.0.margin: "),
     ([{**RIGHT, "is": "near"}], "claims.0: near needs a margin"),
-    ([{**RIGHT, "figure": {"kind": "sweep"}}], "claims.0.figure: kind sweep needs x"),
-    ([{**RIGHT, "figure": {"kind": "curves", "x": "seed"}}], "claims.0.figure: kind curves has no x"),
-    ([{**RIGHT, "figure": {"kind": "bars"}}], "claims.0.figure.kind: "),
-    ([{**RIGHT, "figure": {"kind": "curves", "file": "a.txt"}}], "claims.0.figure: file 'a.txt' is not a plot's name"),
-    (
-        [
-            {**RIGHT, "figure": {"kind": "curves", "file": "a.png", "group": [g]}}
-            for g in ("seed", "algorithm")
-        ],
-        "claims.1.figure.file: a.png is another picture above",
-    ),
+    ([{**RIGHT, "figure": {"kind": "sweep"}}], "claims.0.figure: unknown key"),
 ]  # fmt: skip
 
 
@@ -432,51 +422,27 @@ def test_the_command(store, raysim_):
         **RIGHT,
         "left": {"where": {"algorithm": "a"}},
         "right": {"where": {"algorithm": "b"}},
-        "figure": {"kind": "curves", "group": "algorithm", "file": "beats.svg"},
     }
-    much = {
-        **RIGHT,
-        "says": "much | more",
-        "right": 0.9,
-        "figure": {"kind": "sweep", "x": "server.beta1"},
-    }
+    much = {**RIGHT, "says": "much | more", "right": 0.9}
     code, out, err = call([beats, much])
     assert code == 0 and out.splitlines() == [
         "| claim | left | should be | right | left − right [95 % interval] | seeds for : against "
-        "| verdict | figure |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| verdict |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
         "| x | a 56.25 ± 8.84 % | above | b 31.25 ± 8.84 % | +25.00 (on each seed) | 2 : 0 "
-        "| confirmed | beats.svg |",
+        "| confirmed |",
         # 12.7062 · 8.8388 / √2 = 79.41 on both sides; p = 2/π · atan(6.25 / 46.25)
         r"| much \| more | 43.75 ± 8.84 % | above | 90.00 % | -46.25 [-125.66, +33.16], p 0.086 | 0 : 2 "
-        "| not confirmed | claim-1.png |",
+        "| not confirmed |",
     ]
-    assert "2 curves in beats.svg" in err and "<svg" in Path("beats.svg").read_text()
-    assert "lines in claim-1.png" in err and Path("claim-1.png").stat().st_size > 4000
-    code, out, err = call([beats], "--figures", "pictures", "--out", "claims.md", "--to-mlflow")
-    assert code == 0 and out == "" and Path("pictures/beats.svg").is_file()
-    assert "| confirmed | beats.svg |" in Path("claims.md").read_text()
-    assert "stored in MLflow: report/claims.md, report/beats.svg of run " in err
-    Path("full/beats.svg").mkdir(parents=True)
-    nobody = {"where": {"algorithm": "c"}}
+    code, out, err = call([beats], "--out", "claims.md", "--to-mlflow")
+    assert code == 0 and out == "" and "| confirmed |" in Path("claims.md").read_text()
+    assert "stored in MLflow: report/claims.md of run " in err
+    Path("full").mkdir()
     for section, arguments, said in (
         (None, [], "claims: asked.yaml has no such section"),
         ([beats], ["other"], "no experiment, and no run, is called 'other'"),
         ([{**beats, "left": {"metric": "los"}}], [], "claims.0.left.metric: swept: no run has a metric 'los'"),
-        ([{**beats, "figure": {"kind": "sweep", "x": "rounds"}}], [], "no run has a parameter 'rounds'"),
-        ([beats], ["--figures", "claims.md/in"], "--figures: cannot create claims.md/in: Not a directory"),
-        ([beats], ["--figures", "full"], "--out: full/beats.svg cannot be written: Is a directory"),
-        *(
-            (
-                [{**RIGHT, "right": 0.9}, {**RIGHT, "right": 0.9, "figure": {**nobody, **figure}}],
-                [],
-                "claims.1.figure.where: no run has all these values",
-            )
-            for figure in (
-                {"kind": "curves"},
-                {"kind": "sweep", "x": "server.beta1"},
-                {"kind": "sweep", "x": "server.beta1", "y": "seed"},
-            )
-        ),
+        ([beats], ["--out", "full"], "--out: full cannot be written: Is a directory"),
     ):  # fmt: skip
         assert_refused(call(section, *arguments), said)

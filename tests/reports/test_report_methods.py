@@ -111,7 +111,9 @@ def test_ranks_are_within_a_scenario_and_their_mean_is_over_the_scenarios():
     ranks = {tuple(row.parameters.values()): row.rank for row in table}
     assert ranks[("a", "0.1")] == Rank(1, 1.5, 2) and ranks[("a", "1")] == Rank(2, 1.5, 2)
     assert ranks[("b", "0.1")] == Rank(2.5, 1.75, 2) and ranks[("c", "1")] == Rank(3, 2.75, 2)
-    assert not said and ResultsTable(table).markdown().splitlines()[2].endswith("| 1 | 1.5 | 1 |")
+    assert not said and ResultsTable(table).markdown().splitlines()[2].endswith(
+        "| 1.5 (of 2) | 1 |"
+    )
     assert ResultsTable(table).latex().count("textbf") == 2 * 2, (
         "the best of each scenario, in each column"
     )
@@ -302,14 +304,14 @@ def test_a_cross_table_has_a_column_for_each_value(tmp_path):
 def test_a_cross_table_names_its_figures_and_shows_where_a_run_collapsed():
     values = {"avg": [0.1, 0.9, 0.2], "median": [0.1, 0.7, 0.7]}
     runs = [run(each, algorithm=name, alpha=1) for name, each in values.items()]
-    options = {"across": ["algorithm.name"], "names": {"accuracy": "Acc."}}
+    options = {"across": ["algorithm.name"]}
     assert CrossTable(rows(runs), **options).markdown().splitlines() == [
-        *("best Acc. % (and last where different), 1 seed", ""),
+        *("best accuracy % (and last where different), 1 seed", ""),
         *("| avg | median |", "| --- | --- |", "| 90.00, last 20.00 | 70.00 |"),
     ]
     only = CrossTable(rows(runs, statistics=["last"]), **options)
-    assert only.markdown().splitlines()[0] == "last Acc. %, 1 seed"
-    assert only.latex().splitlines()[0] == "% last Acc. %, 1 seed"
+    assert only.markdown().splitlines()[0] == "last accuracy %, 1 seed"
+    assert only.latex().splitlines()[0] == "% last accuracy %, 1 seed"
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "mae", "loss"])
@@ -719,7 +721,7 @@ def test_a_heatmap_has_the_papers_figures_names_and_dashes(tmp_path: Path, monke
     paper.write_text("algorithm,best,std\nother,0.7,0.02\n")
     report_kinds.sweep_report(source, said.append, **asked)
     assert said[-1].endswith("mine.csv has no result for these runs")
-    with pytest.raises(ConfigError, match=r"^label .*no value, parameter, metric or header 'av'"):
+    with pytest.raises(ConfigError, match=r"^label .*no value, parameter or header 'av'"):
         report_kinds.sweep_report(source, said.append, **asked, label=["av=AVG"])
     with pytest.raises(ConfigError, match=r"^paper .*only a heatmap shows it"):
         report_kinds.sweep_report(source, said.append, x="attack.epsilon", paper="gradma")
@@ -742,7 +744,7 @@ def test_panels_of_a_heatmap_share_a_scale_that_ends_at_100_percent(tmp_path: Pa
         for label in labels:
             box = label.get_window_extent()
             assert box.y0 >= 0 and box.y1 <= figure.bbox.height, f"{label.get_text()} is cut off"
-        assert labels[-1].get_text().replace("\n", "") == shown.header({}, False)
+        assert labels[-1].get_text().replace("\n", "") == shown.header(alone=False)
         assert len(figure.axes) == len(places) + 1, "one colour bar"
         for axes in places:
             assert axes.yaxis_inverted(), "the first row of the table is at the top"

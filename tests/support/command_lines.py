@@ -115,7 +115,7 @@ OPTIONS = {
     "report": [
         "--metric", "--target", "--group", "--best-of", "--relative-to", "--x-axis", "--ranks",
         "--paper", "--format", "--out", "--to-mlflow", "--panels", "--x", "--y", "--log-x",
-        "--keys", "--statistic", "--over", "--figures",
+        "--keys", "--statistic", "--over",
     ],
 }  # fmt: skip
 WHOLE = {

@@ -126,7 +126,9 @@ def test_what_is_missing_is_trained_and_added(rows):
         {"seed": 7},
         {"model": {"name": "mlp", "hidden": [9]}},
         {"rounds": 5},
+        {"rounds": 3},
         {"evaluate": {"per_class": True}},
+        {"evaluate": {"every": 2}},
         {"record_updates": {"clients": 1}},
         {"dtype": "float64"},
     ],
@@ -135,38 +137,6 @@ def test_what_is_missing_is_trained_and_added(rows):
 def test_a_row_of_another_run_is_never_taken(rows, changes):
     planned = swept(sweep={"local.lr": [0.05]}, **changes)
     assert not SweepLedger(LEDGER, planned, fail).taken
-
-
-def test_a_longer_run_stands_for_a_shorter_one_with_the_same_metrics(rows):
-    """Evaluated after each of 4 rounds, asked for rounds 0, 2 and 3 of 3."""
-    planned = swept(
-        rounds=3,
-        evaluate={"every": 2},
-        sweep={"seed": [0, 1]},
-        local={**SMALL["local"], "lr": 0.1},
-        tracking={"experiment": "shorter"},
-    )
-    assert run_sweep(planned, ledger=SweepLedger(LEDGER, planned, fail)).from_ledger == 2
-    long = {row.seed: row for row in rows if row.config["local"]["lr"] == 0.1}
-    for trial in planned.trials:
-        history = dict(trial.history())
-        assert {t for t, record in history.items() if "accuracy" in record} == {0, 2, 3}
-        for t, record in history.items():
-            for name in ("accuracy", "loss", "train_loss", "bytes_up"):
-                assert record.get(name) == long[trial.config.seed].history[name].get(t)
-        assert trial.result and trial.result["digest"] == ""
-    added = read_rows([LEDGER], fail)[4:]
-    assert [(row.experiment, row.rounds, row.digest) for row in added] == [("shorter", 3, None)] * 2
-    frame = raysim.report("table", "shorter", ledger=LEDGER)
-    assert [*frame["seeds"]] == [2] and [*frame["rounds_max"]] == [3]
-    # the cut rows are those of a run that is as short, to the bit
-    shutil.copy(LEDGER, "before.jsonl")
-    Path(LEDGER).unlink()
-    forget_all_but_the_ledger()
-    assert len(train(planned)) == 2
-    for fresh, cut in zip(read_rows([LEDGER], fail), added, strict=True):
-        timeless = [name for name in fresh.history if name != "system/round_seconds"]
-        assert {n: fresh.history[n] for n in timeless} == {n: cut.history[n] for n in timeless}
 
 
 def test_rows_that_were_evaluated_less_often_are_not_taken(here):
@@ -204,25 +174,22 @@ def test_a_stopped_trial_is_not_taken_as_a_full_one(here, caplog):
     assert not SweepLedger(LEDGER, other, fail).taken
     with pytest.raises(ConfigError, match="no run is finished"):
         RunSource([], ledgers=[LEDGER]).finished()
-    # it stands for itself in the same sweep, and for a full run of the rounds that it completed
+    # it stands for itself in the same sweep
     done = run_sweep(planned, ledger=SweepLedger(LEDGER, planned, fail))
     assert done.counts == {"finished": 0, "stopped_early": 1, "failed": 0}
-    assert len(SweepLedger(LEDGER, swept(rounds=3, sweep={"local.lr": [0.05]}), fail).taken) == 1
 
 
-def test_a_run_that_its_stop_ended_stands_for_longer_ones_and_is_computed_again(here):
+def test_a_run_that_its_stop_ended_stands_for_itself_and_is_computed_again(here):
     stop = {"metric": "loss", "target": 100.0}  # reached after the first round
     asked = {"local.lr": [0.05]}
-    train(swept(sweep=asked, stop=stop))
+    planned = swept(sweep=asked, stop=stop)
+    train(planned)
     (row,) = read_rows([LEDGER], fail)
-    assert (row.rounds, row.config["rounds"], row.stopped) == (1, 4, "") and row.ended
+    assert (row.rounds, row.config["rounds"], row.stopped) == (1, 4, "")
     assert recompute(row).digest == row.digest
     forget_all_but_the_ledger()
-    longer = swept(sweep=asked, stop=stop, rounds=9)
-    done = run_sweep(longer, ledger=SweepLedger(LEDGER, longer, fail))
-    assert done.counts == {"finished": 1, "stopped_early": 0, "failed": 0}
-    assert (longer.trials[0].result or {})["rounds"] == 1
-    assert [(each.rounds, each.ended) for each in read_rows([LEDGER], fail)] == [(1, True)] * 2
+    assert len(SweepLedger(LEDGER, planned, fail).taken) == 1
+    assert not SweepLedger(LEDGER, swept(sweep=asked, stop=stop, rounds=9), fail).taken
     assert not SweepLedger(LEDGER, swept(sweep=asked), fail).taken
     other = swept(sweep=asked, stop={**stop, "target": 0.1})
     assert not SweepLedger(LEDGER, other, fail).taken

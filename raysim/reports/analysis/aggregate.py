@@ -199,10 +199,10 @@ def _cost_of_target(
     return MeanStd.of(costs)
 
 
-def _unfinished(members: Sequence[TrackedRun]) -> str:
-    """Return the number of unfinished runs by reason, as text."""
+def _unfinished(members: Sequence[TrackedRun]) -> str | None:
+    """Return the number of unfinished runs by reason, as text; None if all are finished."""
     reasons = Counter(run.unfinished for run in members if run.unfinished)
-    return ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+    return ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or None
 
 
 def ranked(

@@ -151,7 +151,7 @@ def plot_heatmap(
         y: Label of the y-axis.
         shown: Metric and statistic of the cells; accuracies are shown in percent.
         path: File to write; its suffix sets the format. The folder must exist.
-        names: Names of values, parameters and the metric.
+        names: Names of values, parameters and the header of the colour bar.
     """
     scale = 100 if shown.percent else 1
     tables = []
@@ -169,7 +169,7 @@ def plot_heatmap(
         axes.set_xlabel(_wrapped(_axis_label(x, names), size[0]))
         axes.set_ylabel(_wrapped(_axis_label(y, names), size[1]))
         axes.set_title(fill(panel.title, MAX_TITLE_LETTERS), fontsize="small")
-    header = shown.header(names, alone=False)
+    header = named(shown.header(alone=False), names)
     if any(panel.published for panel in panels):
         header += " (in brackets: paper)"
     fraction = 0.15 / min(len(panels), 3)  # of the width of a panel, which is matplotlib's default

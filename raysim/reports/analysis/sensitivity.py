@@ -19,7 +19,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import TypeVar
+from typing import Any
 
 import pandas as pd
 
@@ -31,8 +31,6 @@ from raysim.reports.grouping import group_keys, grouped
 from raysim.reports.table_columns import as_markdown
 from raysim.reports.table_row import short
 from raysim.reports.tracked import Statistic, TrackedRun
-
-T = TypeVar("T", bound=Hashable)
 
 MAX_UNGROUPED_VALUES = 5
 """Largest number of distinct values for which each value of a numeric parameter is a group."""
@@ -65,16 +63,17 @@ def explained_share(results: Sequence[float], groups: Sequence[Hashable]) -> flo
     Returns:
         The share: NaN if every group has a single result, 0 if all results are equal.
     """
-    members = _members(results, groups)
-    mean = fmean(results)
-    degrees_of_freedom = len(results) - len(members)
-    if not degrees_of_freedom:
+    values = pd.Series(results, dtype=float)
+    by_group: Any = values.groupby(pd.factorize(pd.Series(groups))[0])
+    n_groups = by_group.ngroups
+    if n_groups == len(values):
         return math.nan
-    total = sum((value - mean) ** 2 for value in results)
-    within = sum((value - fmean(group)) ** 2 for group in members.values() for value in group)
+    total = ((values - values.mean()) ** 2).sum()
+    within = ((values - by_group.transform("mean")) ** 2).sum()
     if not total:
         return 0.0
-    return (total - within - (len(members) - 1) * within / degrees_of_freedom) / total
+    explained = total - within - (n_groups - 1) * within / (len(values) - n_groups)
+    return float(explained / total)
 
 
 def effects(runs: Sequence[TrackedRun], keys: Sequence[str], statistic: Statistic) -> list[Effect]:
@@ -114,19 +113,13 @@ def effects(runs: Sequence[TrackedRun], keys: Sequence[str], statistic: Statisti
 def _effect(name: str, texts: Sequence[str], results: Sequence[float]) -> Effect:
     """Return the effect of a parameter from its value, as text, and the result in each run."""
     numbers = _as_numbers(texts)
-    values = numbers or list(texts)
     groups = _thirds(numbers) if len(set(numbers)) > MAX_UNGROUPED_VALUES else list(texts)
-    ordered = list(zip(values, groups, results, strict=True))
+    table = pd.DataFrame({"value": numbers or list(texts), "group": groups, "result": results})
+    points = list(table[["value", "result"]].itertuples(index=False, name=None))
     if numbers:
-        ordered.sort()
-    members = _members([value for _, _, value in ordered], [group for _, group, _ in ordered])
-    means = [(group, fmean(values_of_group)) for group, values_of_group in members.items()]
-    return Effect(
-        short(name),
-        explained_share(results, groups),
-        list(zip(values, results, strict=True)),
-        means,
-    )
+        table = table.sort_values("value")
+    means: Any = table.groupby("group", sort=False)["result"].agg(fmean)
+    return Effect(short(name), explained_share(results, groups), points, list(means.items()))
 
 
 def _as_numbers(texts: Sequence[str]) -> list[float]:
@@ -146,14 +139,6 @@ def _thirds(numbers: Sequence[float]) -> list[str]:
         third = order[first:end]
         spans |= dict.fromkeys(third, f"{third[0]:g} to {third[-1]:g}")
     return [spans[number] for number in numbers]
-
-
-def _members(results: Sequence[float], groups: Sequence[T]) -> dict[T, list[float]]:
-    """Return the results of each group, in order of first appearance."""
-    members: dict[T, list[float]] = {}
-    for value, group in zip(results, groups, strict=True):
-        members.setdefault(group, []).append(value)
-    return members
 
 
 def clouds(effects: Sequence[Effect]) -> dict[str, Cloud]:

@@ -52,7 +52,7 @@ def share_of(
     Args:
         runs: All runs of the table.
         reference: Parameter of the reference runs as KEY=VALUE.
-        share: Target as a share of their best value.
+        share: Target as a share of their best value: the mean over seeds of their best row.
         say: Called with one line for each scenario without reference runs.
 
     Returns:
@@ -61,37 +61,17 @@ def share_of(
     Raises:
         ConfigError: `reference` is not KEY=VALUE, or no run has this parameter and value.
     """
-    # Raises if no scenario has a reference run.
-    fraction_of(runs, reference, share)
+    chosen = reference_runs(runs, reference, "relative_to (--relative-to)")
     keys = [key for key in varied(runs) if key.startswith(SCENARIO_KEY_PREFIXES)]
 
     def scenario_of(run: TrackedRun) -> tuple:
         return tuple(map(run.params.get, keys))
 
-    goals: dict[tuple, float | None] = {}
-    for scenario, members in by_key(runs, scenario_of).items():
-        try:
-            goals[scenario] = fraction_of(members, reference, share)
-        except ConfigError:
-            goals[scenario] = None
+    best = min if direction(runs, runs[0].metric) else max
+    goals: dict[tuple, float] = {}
+    for scenario, members in by_key(chosen, scenario_of).items():
+        goals[scenario] = share * best(row.result.mean for row in rows(members) if row.result)
+    for scenario in by_key(runs, scenario_of):
+        if scenario not in goals:
             say(f"no target where no run has {reference}: {', '.join(filter(None, scenario))}")
-    return lambda members: goals[scenario_of(members[0])]
-
-
-def fraction_of(runs: Sequence[TrackedRun], reference: str, share: float) -> float:
-    """Return a share of the best value of reference runs.
-
-    The best value is the mean over seeds of the best row of reference runs.
-
-    Args:
-        runs: Runs with histories of one metric, among them the reference runs.
-        reference: Parameter of the reference runs as KEY=VALUE.
-        share: Factor of the best value, from 0 to 1.
-
-    Raises:
-        ConfigError: `reference` is not KEY=VALUE, or no run has this parameter and value.
-    """
-    option = "relative_to (--relative-to)"
-    chosen = reference_runs(runs, reference, option)
-    best = [row.result.mean for row in rows(chosen) if row.result]
-    return share * (min if direction(runs, runs[0].metric) else max)(best)
+    return lambda members: goals.get(scenario_of(members[0]))

@@ -7,7 +7,6 @@
         right: {where: {algorithm: fedavg}}    # the rest as on the left; or a plain number
         margin: 0                    # by at least this much; near: by at most
         each: [partition.alpha]      # a line for each of their values
-        figure: {kind: curves, group: [algorithm]}    # or kind: sweep, with x and perhaps y
 
 `raysim.reports.claims.verdicts` says which statistics there are, and how sides are compared.
 """
@@ -107,46 +106,6 @@ def _right_side(side: Any) -> Any:
     return {"value": side} if type(side) in (int, float) else side
 
 
-class Figure(Section):
-    """Plot of a claim's runs, as `raysim report curves` or `raysim report sweep` draws it."""
-
-    kind: Literal["curves", "sweep"]
-    """`curves`: a metric over the rounds. `sweep`: the best value over one or two parameters."""
-    where: Where = Field(default_factory=dict)
-    """Parameters of the runs to plot. Default: all runs."""
-    metric: str = ""
-    """Metric to plot. Default: that of the claim's left side."""
-    group: KeyList | None = None
-    """Parameters by which `curves` draws one line each. Default: all that differ."""
-    panels: KeyList = Field(default_factory=list)
-    """Parameters by which `curves` draws one panel each."""
-    x_axis: Literal["rounds", "bytes", "virtual-time", "seconds"] = "rounds"
-    """Unit of the x-axis of `curves`."""
-    x: str = ""
-    """Parameter on the x-axis of `sweep`."""
-    y: str | None = None
-    """Second parameter of `sweep`, which makes the plot a heatmap."""
-    log_x: bool = False
-    """True: the x-axis of `sweep` is logarithmic. Not for heatmaps."""
-    file: str = ""
-    """File name of the plot: .png, .svg or .pdf. Default: `claim-NUMBER.png`."""
-
-    @model_validator(mode="after")
-    def _agrees(self) -> Figure:
-        others = {"curves": ("x", "y", "log_x"), "sweep": ("group", "panels", "x_axis")}[self.kind]
-        if strange := [key for key in others if key in self.model_fields_set]:
-            raise ValueError(f"kind {self.kind} has no {strange[0]}; leave it out")
-        if self.kind == "sweep" and not self.x:
-            raise ValueError("kind sweep needs x, the parameter of the x-axis")
-        if self.y is not None and self.log_x:
-            raise ValueError("a heatmap has a column for each value; leave out log_x or y")
-        if self.file and Path(self.file).suffix not in (".png", ".svg", ".pdf"):
-            raise ValueError(
-                f"file '{self.file}' is not a plot's name; it must end in .png, .svg or .pdf"
-            )
-        return self
-
-
 class Claim(Section):
     """A claim about runs: a relation between a left and a right side."""
 
@@ -162,8 +121,6 @@ class Claim(Section):
     """Smallest difference for `below` and `above`, largest difference for `near`."""
     each: KeyList = Field(default_factory=list)
     """Parameters for whose values the claim is checked separately."""
-    figure: Figure | None = None
-    """Plot to draw with the claim."""
 
     @property
     def sides(self) -> dict[str, ClaimSide]:
@@ -180,8 +137,6 @@ class Claim(Section):
 def read_claims(source: str | Path | Mapping[str, Any]) -> list[Claim]:
     """Return the claims of a configuration; [] if it has none.
 
-    A figure without a file name gets one.
-
     Args:
         source: a configuration file, the name of a shipped one, or a mapping.
 
@@ -193,15 +148,7 @@ def read_claims(source: str | Path | Mapping[str, Any]) -> list[Claim]:
         return []
     if not isinstance(section, list):
         raise ConfigError("claims: expected a list of claims, each with says, left, is and right")
-    claims = [_claim(entry, f"claims.{i}") for i, entry in enumerate(section)]
-    drawn: dict[str, Figure] = {}
-    for i, claim in enumerate(claims):
-        if claim.figure and drawn.setdefault(claim.figure.file, claim.figure) != claim.figure:
-            raise ConfigError(
-                f"claims.{i}.figure.file: {claim.figure.file} is another picture above; give "
-                "another name"
-            )
-    return claims
+    return [_claim(entry, f"claims.{i}") for i, entry in enumerate(section)]
 
 
 def require_claims(source: str | Path | Mapping[str, Any]) -> list[Claim]:
@@ -281,14 +228,10 @@ def _claim(entry: Any, place: str) -> Claim:
         claim = Claim.model_validate(entry)
     except ValidationError as error:
         raise ConfigError(explain_validation_error(error, entry, Claim, f"{place}.")) from None
-    left, right, figure = claim.left, claim.right, claim.figure
+    left, right = claim.left, claim.right
     unset = ClaimSide.model_fields.keys() - right.model_fields_set
     right = right.model_copy(update={key: getattr(left, key) for key in unset})
-    if figure is not None:
-        metric = figure.metric or left.metric
-        file = figure.file or place.replace("s.", "-") + ".png"
-        figure = figure.model_copy(update={"metric": metric, "file": file})
-    claim = claim.model_copy(update={"right": right, "figure": figure})
+    claim = claim.model_copy(update={"right": right})
     for key, value, metric in _metric_values(claim):
         if why := why_unreachable(value, metric):
             raise ConfigError(f"{place}.{key}: {why}")

@@ -342,9 +342,5 @@ def claims_markdown(lines: Sequence[ClaimResult]) -> str:
         text["left − right [95 % interval]"] = line.difference
         text["seeds for : against"] = "{} : {}".format(*line.seeds)
         text["verdict"] = line.verdict
-        text["figure"] = claim.figure.file if claim.figure else ""
         texts.append(text)
-    table = pd.DataFrame(texts)
-    if not any(line.claim.figure for line in lines):
-        table = table.drop(columns="figure")
-    return as_markdown(table)
+    return as_markdown(pd.DataFrame(texts))
