@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,9 @@ _SPENT = "rounds, bytes, virtual-time or seconds"
 
 OF_COMMANDS = ("runs", "uri", "ledger", "where", "label", "form", "out", "log")
 """Parameters of commands that are no options of a kind of report."""
+
+NOT_IN_NAMES = {*OF_COMMANDS} - {"where"}
+"""Parameters that the name of a plot's file does not show as an option."""
 
 Runs = Annotated[
     list[str],
@@ -78,8 +82,8 @@ LabelOption = Annotated[
 Picture = Annotated[
     Path | None,
     typer.Option(
-        help="plot to write: .png, .svg or .pdf; default EXPERIMENT-REPORT.png, as in "
-        "quickstart-curves.png"
+        help="plot to write: .png, .svg or .pdf; default EXPERIMENT-REPORT-OPTIONS.png, as in "
+        "quickstart-curves.png and quickstart-curves-loss-bytes.png"
     ),
 ]
 Log = Annotated[
@@ -304,8 +308,7 @@ def _print_plot(context: typer.Context, kind: str) -> None:
     from raysim.reports.report_kinds import PLOTTED_KINDS
 
     values = context.params
-    names = [Path(name).name for name in values["runs"]] or [file.stem for file in values["ledger"]]
-    out = values["out"] or Path("-".join([*names, f"{kind}.png"]))
+    out = values["out"] or _picture(context, kind)
     check_picture(out)
     source, options = _source_and_options(context)
     if values.get("label"):
@@ -325,6 +328,32 @@ def _source_and_options(context: typer.Context) -> tuple[RunSource, dict[str, An
     _refuse_to_keep(values["ledger"], values.get("log", False))
     source = RunSource(values["runs"], values["uri"], values["ledger"], values["where"])
     return source, {key: values[key] for key in values if key not in OF_COMMANDS}
+
+
+def _picture(context: typer.Context, report: str) -> Path:
+    """Return the default file of a plot, which names what it shows.
+
+    Args:
+        context: the command with its options; those that are not at their default are named.
+        report: name of the report.
+    """
+    values = context.params
+    names = values["runs"] or [file.stem for file in values["ledger"]]
+    parts = [*(Path(name).name for name in names), report]
+    for option in context.command.params:
+        value = values.get(option.name)
+        if option.name not in NOT_IN_NAMES and value not in (None, option.default):
+            parts.append(_in_a_name(option.name, value))
+    return Path(f"{'-'.join(parts)}.png")
+
+
+def _in_a_name(option: str, value: str | float | bool | Sequence[str]) -> str:
+    """Return an option's value, or its values, as part of the name of a file."""
+    if isinstance(value, bool):
+        return option
+    if isinstance(value, int | float):
+        return f"{option}{value:g}"
+    return re.sub(r"[^\w.]+", "_", value if isinstance(value, str) else "_".join(value))
 
 
 def _refuse_to_keep(ledger: Sequence[Path], log: bool) -> None:

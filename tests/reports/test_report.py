@@ -676,7 +676,15 @@ def test_pictures_by_the_commands(store, tmp_path: Path, raysim_):
     assert code == 0 and out == f"1 line in {drawing}\n" and "<svg" in drawing.read_text()
     for arguments, name in (
         (["curves", "other"], "other-curves.png"),
-        (["sweep", "other", "--x", "local.lr", "--target", "0.5"], "other-sweep.png"),
+        (
+            ["curves", "other", "--metric", "accuracy", "--group", "seed,local.lr"],
+            "other-curves-accuracy-seed_local.lr.png",
+        ),
+        (["sweep", "other", "--x", "local.lr", "--target", "0.5"], "other-sweep-local.lr-target0.5.png"),
+        (
+            ["curves", "other", "--where", "local.lr=0.1", "--where", "seed=0,1"],
+            "other-curves-local.lr_0.1_seed_0_1.png",
+        ),
     ):  # fmt: skip
         code, out, _ = call(*arguments)
         assert code == 0 and out.endswith(f" in {name}\n") and Path(name).exists()
