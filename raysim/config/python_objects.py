@@ -272,6 +272,45 @@ class _Description:
         return b"\n".join(lines)
 
 
+class _DescriptionWithModules(_Description):
+    """A description that has the values of users' modules, too, as in `settings.gamma`."""
+
+    def definition(self, value: Any) -> str:
+        """See `_Description.definition`."""
+        name = super().definition(value)
+        for function in _functions_of(value):
+            for key, module in _references(function).items():
+                if not inspect.ismodule(module) or not _is_users(module):
+                    continue
+                for attribute in sorted(_names(function.__code__) & vars(module).keys()):
+                    content = self.content(vars(module)[attribute])
+                    self.texts[f"{name}-{key}.{attribute}.txt"] = content
+        return name
+
+
+def changed_value(value: Any, loaded: Any) -> str | None:
+    """Return the name of a variable that a class or a function has otherwise than its file.
+
+    Args:
+        value: the class or function, as this process has it.
+        loaded: the same as its file defines it.
+
+    Returns:
+        The function and the variable, such as "loss-GAMMA"; None if all are alike.
+    """
+    texts, of_file = _DescriptionWithModules().of(value), _as_loaded(loaded)
+    for name in [*sorted(texts), *sorted(of_file)]:
+        if name.endswith(".txt") and texts.get(name) != of_file.get(name):
+            return name.removesuffix(".txt")
+    return None
+
+
+@functools.lru_cache
+def _as_loaded(loaded: Any) -> Mapping[str, bytes]:
+    """Return what describes an object of a file before runs use it, which may fill a cache."""
+    return _DescriptionWithModules().of(loaded)
+
+
 def _is_array(value: Any) -> bool:
     """Return whether a value is an array or a tensor; a table of pandas has no bytes of its own."""
     if isinstance(value, type) or not hasattr(value, "__array__"):
@@ -402,8 +441,9 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _is_users(value: Any) -> bool:
-    """Return whether a class or function belongs to no installed package."""
-    top = (getattr(value, "__module__", None) or "builtins").partition(".")[0]
+    """Return whether a class, a function or a module belongs to no installed package."""
+    name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+    top = (name or "builtins").partition(".")[0]
     if top == "__main__":
         return True
     return top not in (*sys.stdlib_module_names, "raysim") and distribution_of(top) is None

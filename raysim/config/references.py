@@ -72,6 +72,31 @@ def load_object(
         raise ConfigError(f"{key}: {where} defines no '{name}'{hint}{known}") from None
 
 
+def reference_of(value: Any, key: str) -> str:
+    """Return the name of an object that was given from Python; see `python_objects.reference`.
+
+    Args:
+        value: a class, a function or a net.
+        key: key of the configuration for which it was given.
+
+    Raises:
+        ConfigError: it is named by its file, which a run loads anew, and this process has changed
+            a variable of its module, or had it otherwise from the start.
+    """
+    name = python_objects.reference(value)
+    where, _, place = name.rpartition(":")
+    if where.endswith(".py"):
+        loaded = load_object(name, key)
+        if loaded is not value and (changed := python_objects.changed_value(value, loaded)):
+            user, _, variable = changed.rpartition("-")
+            raise ConfigError(
+                f"{key}: '{place}' is loaded anew from {where}, also on workers, and '{variable}', "
+                f"which {user} uses, is another value there than in this process; give it as an "
+                "argument, such as by functools.partial, or set it in the file"
+            )
+    return name
+
+
 def _load_module(where: str, key: str) -> ModuleType:
     """Return the module that Python finds under a name."""
     try:

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from raysim.config import explain, python_objects
+from raysim.config import explain
 from raysim.config.loading import KEYS_OF_FILES, parse_overrides
+from raysim.config.references import reference_of
 from raysim.config.schema import Config
 from raysim.data.own import reading
 from raysim.data.partition import given_partitions
@@ -147,7 +148,7 @@ def _plain(key: str, value: Any) -> Any:
 def _instance(key: str, value: Any, cls: type, shipped: Mapping[str, Any]) -> Section:
     """Return the section of a class, or of its instance with the values of the fields."""
     names = [name for name, known in shipped.items() if known is cls]
-    name = names[0] if names else python_objects.reference(cls)
+    name = names[0] if names else reference_of(cls, key)
     fields = dataclasses.fields(value) if value is not cls else ()
     values = {f.name: getattr(value, f.name) for f in fields if f.init}
     return {"name": name, **{k: _plain(f"{key}.{k}", v) for k, v in values.items()}}
@@ -164,14 +165,12 @@ def _class_of(value: Any, *bases: type) -> type | None:
 
 def _data(key: str, value: Any) -> Section:
     is_function = callable(value) and not isinstance(value, torch.utils.data.Dataset)
-    return (
-        {"name": python_objects.reference(value)} if is_function else reading.store_examples(value)
-    )
+    return {"name": reference_of(value, key)} if is_function else reading.store_examples(value)
 
 
 def _partition(key: str, value: Any) -> Section:
     if callable(value):
-        return {"name": python_objects.reference(value)}
+        return {"name": reference_of(value, key)}
     # An array of the positions of each client, such as [clients, examples].
     if isinstance(value, np.ndarray) and (value.ndim == 2 or value.dtype == object):
         value = list(value)
@@ -188,7 +187,7 @@ def _task(key: str, value: Any) -> Section:
     if cls := _class_of(value, LearningTask):
         return _instance(key, value, cls, TASKS)
     if callable(value):
-        return {"name": python_objects.reference(value)}
+        return {"name": reference_of(value, key)}
     raise ConfigError(
         f"{key}: a {type(value).__name__} is neither a LearningTask nor a loss function of outputs "
         "and targets"
@@ -203,7 +202,7 @@ def _step_sizes(key: str, value: Any) -> Any:
             "function of the round"
         )
     if callable(value):
-        return {"name": python_objects.reference(value)}
+        return {"name": reference_of(value, key)}
     return _plain(key, value)
 
 
@@ -221,7 +220,7 @@ def _model(key: str, value: Any) -> Section:
             f"{key}: a {type(value).__name__} is neither a torch.nn.Module nor a function that "
             "returns one"
         )
-    return {"name": python_objects.reference(value)}
+    return {"name": reference_of(value, key)}
 
 
 def _rule(key: str, value: Any) -> Section:
@@ -240,7 +239,7 @@ def _metric(key: str, value: Any) -> Section:
     if cls := _class_of(value, TaskMetric):
         return _instance(key, value, cls, {})
     if callable(value) and not isinstance(value, type):
-        return {"name": python_objects.reference(value)}
+        return {"name": reference_of(value, key)}
     raise ConfigError(
         f"{key}: {value!r} is neither a name, a function of outputs and targets, nor derived from "
         "raysim.rules.TaskMetric"

@@ -1,0 +1,3 @@
+"""Settings of a program, which a script sets after the import."""
+
+GAMMA = 0.0
