@@ -68,8 +68,8 @@ def explained_share(results: Sequence[float], groups: Sequence[Hashable]) -> flo
     n_groups = by_group.ngroups
     if n_groups == len(values):
         return math.nan
-    total = ((values - values.mean()) ** 2).sum()
-    within = ((values - by_group.transform("mean")) ** 2).sum()
+    total = ((values - fmean(results)) ** 2).sum()
+    within = ((values - by_group.transform(fmean)) ** 2).sum()
     if not total:
         return 0.0
     explained = total - within - (n_groups - 1) * within / (len(values) - n_groups)
