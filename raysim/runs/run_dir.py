@@ -180,8 +180,8 @@ def warn_if_deleted_with_job(folder: Path, key: str) -> None:
     """
     if JOB_FOLDERS in folder.absolute().parts:
         logger.warning(
-            "%s is deleted with this job; a folder on a shared disk (%s) can be resumed",
-            folder,
+            "%s is deleted with this job; set %s to a folder on a shared disk to be able to resume",
+            folder.absolute(),
             key,
         )
 

@@ -55,7 +55,8 @@ def averaged(
     for t in range(rounds):
         states = []
         for client in range(len(weights)):
-            local = copy.deepcopy(net).train()
+            local = copy.deepcopy(net)
+            local.train()  # a net's own may return nothing
             steps = optimizer(local)
             for loss in losses(local, t, client):
                 steps.zero_grad()

@@ -15,6 +15,7 @@ from torch import Tensor
 from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import EXAMPLES
 from raysim.models.comparison import close
+from raysim.models.default_device import tensors_on
 from raysim.models.flat import BoundModel
 from raysim.system.global_generators import GlobalGenerators
 
@@ -91,6 +92,8 @@ class HiddenChanges:
         w, buffers = bound.model.initial()
         bound.w.copy_(w)
         x, y = bound.model.examples(EXAMPLES)
-        outputs = bound.forward(x, "frozen", buffers)
+        with tensors_on(bound.model.device):
+            outputs = bound.forward(x, "frozen", buffers)
+            loss = bound.model.mean_loss(outputs, x, y)
         bound.w.copy_(kept)
-        return outputs, bound.model.mean_loss(outputs, x, y)
+        return outputs, loss

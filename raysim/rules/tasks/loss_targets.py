@@ -25,6 +25,9 @@ CERTAIN = 40.0
 NOTHING = 1e-6
 """A loss below it is none."""
 
+MAX_PROBE_TOKENS = 4
+"""Largest number of tokens of a sequence on which a loss is tried."""
+
 MAX_OUTSIDE_LABELS = 16
 """Largest number of different labels outside of the classes that a loss may ignore."""
 
@@ -104,8 +107,18 @@ def may_take_tokens(loss: UserLoss, y: np.ndarray) -> bool:
         y: integers of the data, [n, T].
     """
     tokens = np.unique(y[y >= 0])
-    takes_tokens = len(tokens) and _takes_labels(loss, tokens, int(tokens[-1]) + 1)
-    return bool(takes_tokens) or not takes_numbers(loss, y)
+    if not len(tokens) or not takes_numbers(loss, y):
+        return True
+    classes = int(tokens[-1]) + 1
+    return _takes_labels(loss, tokens, classes) or _takes_sequences(loss, y, classes)
+
+
+def _takes_sequences(loss: UserLoss, y: np.ndarray, classes: int) -> bool:
+    """Return whether a function takes tokens [B, T] beside outputs [B, T, classes]."""
+    few = torch.from_numpy(y[:2, :MAX_PROBE_TOKENS].astype(np.int64))
+    # So many classes that no shape fits by chance.
+    shape = (*few.shape, max(classes, MAX_PROBE_TOKENS + 1))
+    return any(value_or_none(loss, made_up(shape, dtype), few) is not None for dtype in TYPES)
 
 
 def _takes_labels(loss: UserLoss, labels: np.ndarray, classes: int) -> bool:
