@@ -1,5 +1,7 @@
 """Classes that are defined again under the same name, as in a script or a notebook."""
 
+# pyright: reportRedeclaration=false, reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 from torch import nn
@@ -17,7 +19,7 @@ class Net(nn.Module):
 FIRST = Net
 
 
-class Net(nn.Module):  # type: ignore[no-redef]
+class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(64, 32), nn.Linear(32, 10)
@@ -36,7 +38,7 @@ class Wide(SECOND):
 WIDE = Wide
 
 
-class Wide(SECOND):  # type: ignore[no-redef]
+class Wide(SECOND):
     width = 32
 
 
@@ -59,7 +61,7 @@ class Property(SECOND):
 SLOW = Property
 
 
-class Property(SECOND):  # type: ignore[no-redef]
+class Property(SECOND):
     @property
     def rate(self):
         return 3.0
