@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,12 @@ from raysim.sweeps import reading, search_space
 from raysim.sweeps.definition import Sweep, Trial
 from raysim.sweeps.early_stopping import EarlyStopping
 from raysim.sweeps.reading import Source, SweepSettings, SweepSpec, trial_error
+from raysim.tracking.recorder import flatten_parameters
 
 logger = logging.getLogger("raysim")
+
+HYPERPARAMETER = re.compile(r"(algorithm|client|server|groups\.[^.]+\.client)\.(?!name$)")
+"""Keys of rules, whose defaults are known when a trial is resolved."""
 
 
 def read_sweep(source: Source, overrides: Iterable[str] | Mapping[str, Any] = ()) -> SweepSpec:
@@ -81,8 +87,9 @@ def prepare_sweep(
     spec = read_sweep(source, overrides)
     base = spec.raw({})
     axes = search_space.varied_values(spec.points)
-    by_key = _resolved_trials(spec, axes, Path(folder or "runs").absolute())
-    merged = len(spec.points) - len(by_key)
+    points = _points_with_values(spec, where)
+    by_key = _resolved_trials(spec, points, axes, Path(folder or "runs").absolute())
+    merged = len(points) - len(by_key)
     if not overrides and not where:  # which may leave out the runs of some claims
         _check_claims(read_claims(source), list(by_key.values()))
     if where:
@@ -98,10 +105,12 @@ def prepare_sweep(
 
 
 @comparing_once()
-def _resolved_trials(spec: SweepSpec, axes: Collection[str], root: Path) -> dict[str, Trial]:
-    """Return the checked trials of a sweep by their keys, with folders below `root`."""
+def _resolved_trials(
+    spec: SweepSpec, points: Iterable[Mapping[str, Any]], axes: Collection[str], root: Path
+) -> dict[str, Trial]:
+    """Return the checked trials of points of a sweep by their keys, with folders below `root`."""
     trials: dict[str, Trial] = {}
-    for point in spec.points:
+    for point in points:
         plan = _resolved_point(spec, point, axes)
         config = plan.config
         key = _key(config)
@@ -123,6 +132,39 @@ def _resolved_point(spec: SweepSpec, point: Mapping[str, Any], axes: Collection[
         raise trial_error(point, f"{error}{_advice(str(error), axes)}") from None
     resolve.log_notes(raw, plan)
     return plan
+
+
+def _points_with_values(spec: SweepSpec, where: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the points that may have the values of `where`, without resolving them.
+
+    Resolving takes a second for a large net, so one trial of a large table should not wait for the
+    others. Hyper-parameters of rules, and keys that are null or auto, have their values only in a
+    resolved trial; they do not count here.
+    """
+    if not where:
+        return spec.points
+    params = []
+    for point in spec.points:
+        try:
+            config = resolve.load_config(spec.raw(point))
+        except ConfigError as error:
+            raise trial_error(point, str(error)) from None
+        params.append(flatten_parameters(config.model_dump(mode="json")))
+    early = [text for text in where if _is_known_early(params, text.partition("=")[0])]
+    try:
+        points = list(zip(spec.points, params, strict=True))
+        kept = grouping.with_values(points, early, "trial", itemgetter(1))
+        return [point for point, _ in kept]
+    except ConfigError:  # which names the values of all trials if they are resolved
+        return spec.points
+
+
+def _is_known_early(params: Sequence[Mapping[str, str]], key: str) -> bool:
+    """Return whether a key of `where` has its value before trials are resolved."""
+    name = grouping.full_name(key, set().union(*params))
+    if name is None or HYPERPARAMETER.match(name):
+        return False
+    return all(entry.get(name) not in ("null", "auto") for entry in params)
 
 
 def _with_stopping_metric(settings: SweepSettings, trials: list[Config]) -> SweepSettings:

@@ -14,7 +14,7 @@ import raysim
 from raysim.errors import ConfigError
 from raysim.models.checks import against_pytorch
 from raysim.prepare import resolve, workload
-from raysim.sweeps import runner, search_space
+from raysim.sweeps import preparation, runner, search_space
 from raysim.sweeps.preparation import prepare_sweep
 from raysim.sweeps.trials import ray_tune
 
@@ -166,11 +166,22 @@ def test_where_chooses_trials_and_changes_none(here):
         prepare_sweep(source, where=["seed=3"])
 
 
-def test_where_chooses_by_a_default_of_a_rule(here):
+def test_where_resolves_only_the_trials_that_it_may_choose(here, monkeypatch):
     """A hyper-parameter that a file leaves out has its value in a resolved trial only."""
+    resolved = []
+    resolve_plan = preparation.resolve.resolve_plan
+    monkeypatch.setattr(
+        preparation.resolve,
+        "resolve_plan",
+        lambda raw, load: resolved.append(raw["seed"]) or resolve_plan(raw, load),
+    )
     grids = {"algorithm": ["fedavg", "fedprox"], "seed": "1..3"}
-    chosen = prepare_sweep({**SMALL, "sweep": grids}, where=["algorithm.mu=0.01", "seed=3"]).trials
-    assert [t.values["algorithm"] for t in chosen] == ["fedprox"]
+    source = {**SMALL, "sweep": grids}
+    (trial,) = prepare_sweep(source, where=["algorithm=fedprox", "seed=2"]).trials
+    assert trial.config.seed == 2 and resolved == [2]
+    resolved.clear()
+    chosen = prepare_sweep(source, where=["algorithm.mu=0.01", "seed=3"]).trials
+    assert [t.values["algorithm"] for t in chosen] == ["fedprox"] and resolved == [3, 3]
 
 
 def test_extends(here):
