@@ -91,6 +91,9 @@ class ObjectMissing(ConfigError):
         super().__init__(f"{self.reason}; {fix}")
 
 
+GENERATORS = ("Generator", "RandomState", "Random")
+"""Names of the types of generators of random numbers in NumPy, torch and Python."""
+
 _OBJECTS: dict[str, PythonObject] = {}
 """The objects of this process by name."""
 
@@ -287,6 +290,12 @@ class _DescriptionWithModules(_Description):
                     self.texts[f"{name}-{key}.{attribute}.txt"] = content
         return name
 
+    def instance(self, value: Any) -> bytes:
+        """See `_Description.instance`; a generator is its type, as this process may have drawn."""
+        if type(value).__name__ in GENERATORS:
+            return type(value).__name__.encode()
+        return super().instance(value)
+
 
 def changed_value(value: Any, loaded: Any) -> str | None:
     """Return the name of a variable that a class or a function has otherwise than its file.
@@ -296,12 +305,16 @@ def changed_value(value: Any, loaded: Any) -> str | None:
         loaded: the same as its file defines it.
 
     Returns:
-        The function and the variable, such as "loss-GAMMA"; None if all are alike.
+        The function and the variable, such as "loss-GAMMA"; None if all are alike. Generators of
+        random numbers, and collections that are empty in the file, such as a cache, do not count.
     """
     texts, of_file = _DescriptionWithModules().of(value), _as_loaded(loaded)
     for name in [*sorted(texts), *sorted(of_file)]:
-        if name.endswith(".txt") and texts.get(name) != of_file.get(name):
-            return name.removesuffix(".txt")
+        place = name.removesuffix(".txt")
+        # What is empty has no text; a function has one under its own name.
+        is_set = name in of_file or f"{place.rpartition('-')[2]}.py" in of_file
+        if name != place and is_set and texts.get(name) != of_file.get(name):
+            return place
     return None
 
 
