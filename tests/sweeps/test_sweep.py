@@ -150,8 +150,9 @@ def test_each_trial_is_the_run_it_would_be_alone(swept: SweepResult, tmp_path: P
 @pytest.mark.ray
 def test_failures_are_told_and_stop_nobody(swept: SweepResult):
     failed = {trial.title: error.splitlines()[0] for trial, error in swept.failed}
-    assert set(failed) == {"local.lr=1e+30", "Deadly"}
-    assert "non-finite" in failed["local.lr=1e+30"] and "its process died" in failed["Deadly"]
+    deadly = "algorithm=./deadly.py:Deadly"
+    assert set(failed) == {"local.lr=1e+30", deadly}
+    assert "non-finite" in failed["local.lr=1e+30"] and "its process died" in failed[deadly]
     assert swept.as_object()["finished"] == 6 and swept.as_object()["failed"] == 2
 
 

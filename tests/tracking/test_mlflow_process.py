@@ -177,7 +177,7 @@ DRIVER = """
 
     result = raysim.run(
         "quickstart", rounds=3, resources={"executor": "inline"}, progress=progress,
-        tracking={"uri": "sqlite:///mlflow.db"},
+        tracking={"uri": "sqlite:///mlflow.db"}, **{"algorithm.weights": "samples"},
     )
     print(result.run_id, "mlflow" in sys.modules)
 """
