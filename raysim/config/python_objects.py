@@ -91,7 +91,7 @@ class ObjectMissing(ConfigError):
         super().__init__(f"{self.reason}; {fix}")
 
 
-GENERATORS = ("Generator", "RandomState", "Random")
+GENERATOR_TYPES = ("Generator", "RandomState", "Random")
 """Names of the types of generators of random numbers in NumPy, torch and Python."""
 
 _OBJECTS: dict[str, PythonObject] = {}
@@ -292,7 +292,7 @@ class _DescriptionWithModules(_Description):
 
     def instance(self, value: Any) -> bytes:
         """See `_Description.instance`; a generator is its type, as this process may have drawn."""
-        if type(value).__name__ in GENERATORS:
+        if type(value).__name__ in GENERATOR_TYPES:
             return type(value).__name__.encode()
         return super().instance(value)
 

@@ -144,7 +144,7 @@ def build_problem(
     )
     net_checks.check_net_is_finite(config, net)
     of_net = {"data", "model", "task", "dtype"}
-    # A worker, and whoever reads the result, builds a user's net again.
+    # Workers and `result.net()` build a user's net again.
     is_built = ":" in config.model.name
     again = build.make_net(config, dataset.shape, outputs, dataset.inputs) if is_built else net
     check_reading(again, model, config.model_dump_json(include=of_net))
