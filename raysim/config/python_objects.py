@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import copyreg
 import dataclasses
+import dis
 import functools
 import hashlib
 import inspect
@@ -49,6 +50,9 @@ copyreg.pickle(type(dataclasses.MISSING), lambda mark: "MISSING")
 
 STATE_OF_MODULES = ("training", "_modules", "_parameters", "_buffers")
 """Attributes of a module that are described otherwise, or do not count."""
+
+LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
+"""Instructions that read a global; one in the body of a class looks there first."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 COLLECTIONS = (tuple, list, set, frozenset, Mapping)
@@ -354,7 +358,7 @@ def _functions_of(value: Any) -> list[FunctionType]:
 def _references(function: FunctionType) -> dict[str, Any]:
     """Return the globals, the closure and the defaults that a function refers to, by name."""
     known = function.__globals__
-    values = {name: known[name] for name in _names(function.__code__) if name in known}
+    values = {name: known[name] for name in _variables(function.__code__) if name in known}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             values[name] = cell.cell_contents
@@ -447,8 +451,15 @@ def _code_text(code: CodeType) -> str:
     return f"{code.co_name} {code.co_code.hex()} {code.co_names} {constants}"
 
 
+def _variables(code: CodeType) -> set[str]:
+    """Return the globals that a function's code reads, inner functions included; no attributes."""
+    own = {step.argval for step in dis.get_instructions(code) if step.opname in LOADS}
+    inner = [_variables(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return own.union(*inner)
+
+
 def _names(code: CodeType) -> set[str]:
-    """Return the names that a function's code uses, inner functions included."""
+    """Return all names that a function's code uses, inner functions included."""
     inner = [_names(c) for c in code.co_consts if isinstance(c, CodeType)]
     return set(code.co_names).union(*inner)
 

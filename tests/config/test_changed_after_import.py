@@ -43,6 +43,7 @@ def test_variables_that_runs_or_nobody_changed_are_no_harm(module):
     assert run(module).digest == run(module).digest
     assert not module.TABLES
     module.TABLES["ones"] = torch.ones(())
+    module.new_ones = 2
     assert run(module).digest == run(module).digest
 
 
