@@ -280,11 +280,20 @@ class _Description:
 
 
 class _DescriptionWithModules(_Description):
-    """A description that has the values of users' modules, too, as in `settings.gamma`."""
+    """A description that has the values of users' modules, too, as in `settings.gamma`.
+
+    It also says where each method of a class is defined.
+    """
 
     def definition(self, value: Any) -> str:
         """See `_Description.definition`."""
         name = super().definition(value)
+        # A class has the source of its file also where a script has given it another method.
+        for key, member in vars(value).items() if isinstance(value, type) else ():
+            if (method := _function_of(member)) is not None:
+                code = method.__code__
+                place = f"{code.co_name} {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+                self.texts[f"{name}-{key}.txt"] = place.encode()
         for function in _functions_of(value):
             for key, module in _references(function).items():
                 if not inspect.ismodule(module) or not _is_users(module):
@@ -350,9 +359,8 @@ def _functions_of(value: Any) -> list[FunctionType]:
     """Return a function, or the methods of a class that its own module defines."""
     if isinstance(value, FunctionType):
         return [value]
-    members = [getattr(m, "__func__", getattr(m, "fget", m)) for m in vars(value).values()]
-    functions = [member for member in members if isinstance(member, FunctionType)]
-    return [f for f in functions if f.__module__ == value.__module__]
+    functions = [_function_of(member) for member in vars(value).values()]
+    return [f for f in functions if f is not None and f.__module__ == value.__module__]
 
 
 def _references(function: FunctionType) -> dict[str, Any]:

@@ -30,6 +30,8 @@ START_TIMEOUT_S = {"http": 7.0, "database": 60.0}
 """Seconds without a sign of life after which `start` gives up. To create a database takes a few."""
 DRAIN_TIMEOUT_S = {"up": 20.0, "down": 5.0}
 """Seconds that `finish` gives the writer, by the last known state of the server."""
+SILENT_DRAIN_S = 3.0
+"""Seconds after which `finish` says that it waits."""
 MAX_RETRY_PAUSE_S = 15.0
 """Seconds between two attempts when the server has been down for a while."""
 
@@ -133,6 +135,10 @@ class Writer:
         self._closing.set()
         self._hurry.set()
         before = -1
+        self._thread.join(min(SILENT_DRAIN_S, limit_s))
+        if self._thread.is_alive() and not self._is_over(deadline):
+            uri = mask_secrets(self._uri)
+            logger.info("waiting for %s, which takes the last records slowly", uri)
         while self._thread.is_alive() and before != self._sent and not self._is_over(deadline):
             before = self._sent
             patience = DRAIN_TIMEOUT_S["up" if self._down_since is None else "down"]

@@ -61,8 +61,12 @@ def test_variables_that_runs_or_nobody_changed_are_no_harm(module):
             r"'changed_settings\.GAMMA', which me",
         ),
         (lambda m: setattr(m, "N", 60), "^data: 'data' .* 'N', which data uses"),
+        (
+            lambda m: setattr(m.Net, "forward", lambda self, x: super(m.Net, self).forward(2 * x)),
+            "^model: 'Net' .* and 'forward', which Net uses, is another",
+        ),
     ],
-    ids=["net", "mapping", "function", "settings", "data"],
+    ids=["net", "mapping", "function", "settings", "data", "method"],
 )
 def test_a_variable_that_a_script_has_set_is_named(module, change, message):
     change(module)
