@@ -72,6 +72,13 @@ def until(condition: Callable[[], Any], seconds: float, what: str) -> None:
         time.sleep(0.02)
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process has a handler of a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 def pid_of(executor: Any, actor: Any) -> int:
     """Return the process of an actor, which its first heartbeat names."""
     supervisor = executor.pool.supervisor
