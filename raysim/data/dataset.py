@@ -194,8 +194,7 @@ class Dataset:
         """
         if self.classes_declared or not self.are_labelled:
             return
-        counts = np.bincount(self.y, minlength=self.n_classes)
-        counts += np.bincount(self.y_test, minlength=self.n_classes)
+        counts = label_counts(self.y, self.n_classes) + label_counts(self.y_test, self.n_classes)
         n_labels = np.count_nonzero(counts)
         if n_labels == self.n_classes:
             return
@@ -214,6 +213,16 @@ class Dataset:
             logger.warning("%s; if it does not exist, %s", gaps, fix)
             return
         raise ConfigError(f"{gaps}; {fix}")
+
+
+def label_counts(labels: np.ndarray, n_classes: int) -> np.ndarray:
+    """Return how many labels there are of each class, int64 [n_classes].
+
+    Args:
+        labels: int [n]; those that are no class, such as -100 for a loss to ignore, do not count.
+        n_classes: number of classes.
+    """
+    return np.bincount(labels[(labels >= 0) & (labels < n_classes)], minlength=n_classes)
 
 
 def normalise(

@@ -188,6 +188,12 @@ def _augmented(data: AnyData, dataset: Dataset) -> Dataset:
         raise ConfigError(
             f"data.augment: {data.name} are not images to crop and mirror; leave it out"
         )
+    if dataset.y.ndim > 2:
+        shape = list(dataset.y.shape[1:])
+        raise ConfigError(
+            f"data.augment: {data.name} has targets of shape {shape}, which would not be cropped "
+            "and mirrored with their images; leave it out"
+        )
     return replace(dataset, pad=dataset.pad or dataset.shape[1] // 8, flip=True)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raysim.data.dataset import Dataset
+from raysim.data.dataset import Dataset, label_counts
 from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.data.several_inputs import shapes_of
 from raysim.errors import ConfigError
@@ -43,7 +43,7 @@ def class_counts(
         int64 [min(N, first), n_classes].
     """
     shown = range(min(len(clients), first))
-    return np.stack([np.bincount(labels[clients.client(i)], minlength=n_classes) for i in shown])
+    return np.stack([label_counts(labels[clients.client(i)], n_classes) for i in shown])
 
 
 def plot_partition(
@@ -129,9 +129,7 @@ def dataset_summary(dataset: Dataset) -> dict[str, Any]:
     """
     counts: dict[str, list[int]] = {}
     if dataset.are_labelled and dataset.n_classes <= MAX_CLASSES_SHOWN:
-        halves = (dataset.y, dataset.y_test)
-        n = dataset.n_classes
-        train_and_test = [np.bincount(y, minlength=n)[:n] for y in halves]
+        train_and_test = [label_counts(y, dataset.n_classes) for y in (dataset.y, dataset.y_test)]
         counts = dict(zip(dataset.classes, np.transpose(train_and_test).tolist(), strict=True))
     augmentation = []
     if dataset.pad:

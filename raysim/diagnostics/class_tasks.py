@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from raysim.config.sections.phases import ClassTasks
+from raysim.data.dataset import label_counts
 from raysim.data.partition.phases import class_tasks
 from raysim.engine.plan import Probe, ProbedRun
 
@@ -34,7 +35,7 @@ class ClassTaskMetrics(Probe):
         seed = run.plan.config.seed if partition.seed is None else partition.seed
         self.phase_rounds = phases.rounds
         self.tasks = class_tasks(phases, data.n_classes, seed)
-        self.counts = np.bincount(data.y_test, minlength=data.n_classes)
+        self.counts = label_counts(data.y_test, data.n_classes)
         self.best: dict[int, float] = {}
         """Largest accuracy on each task so far."""
         for record in run.history:
@@ -42,16 +43,19 @@ class ClassTaskMetrics(Probe):
 
     def follow(self, record: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of an evaluation. See `Probe.follow`."""
-        if "accuracy/class_0" not in record:
+        if not any(name.startswith("accuracy/class_") for name in record):
             return {}
         phase = (max(int(record["round"]), 1) - 1) // self.phase_rounds
         newest = min(phase, len(self.tasks) - 1)
         now = {}
         for task, classes in enumerate(self.tasks[: newest + 1]):
-            correct = sum(
-                record[f"accuracy/class_{c}"] * self.counts[c] for c in classes if self.counts[c]
-            )
-            now[task] = float(correct / max(self.counts[classes].sum(), 1))
+            tested = [c for c in classes if self.counts[c]]
+            if not tested:  # no test example says how good the model is on this task
+                continue
+            correct = sum(record[f"accuracy/class_{c}"] * self.counts[c] for c in tested)
+            now[task] = float(correct / self.counts[tested].sum())
+        if not now:
+            return {}
         metrics = {f"accuracy_{task}": value for task, value in now.items()}
         metrics["accuracy"] = float(np.mean(list(now.values())))
         lost = [self.best[task] - now[task] for task in now if task in self.best and task < newest]

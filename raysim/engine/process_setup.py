@@ -220,7 +220,9 @@ def make_client_evaluator(
     test, val = clients.test, clients.val
     test = test and test.after_rounds()
     val = val and val.after_rounds()
-    return ClientEvaluator(trainer, test, examples, val, training, size, plan.metrics, tuner)
+    return ClientEvaluator(
+        trainer, test, examples, val, training, size, plan.metrics, tuner, after_rounds=True
+    )
 
 
 def _make_tuner(plan: Plan, trainer: GroupTrainer, clients: Clients, asked: FineTune) -> Trainer:

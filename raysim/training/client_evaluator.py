@@ -50,6 +50,8 @@ class ClientEvaluator:
         batch_size: examples in a batch.
         metrics: the metrics of the learning task; the loss is always measured too.
         tuner: trains clients by plain SGD, for fine-tuning; None: no fine-tuning.
+        after_rounds: whether a version has the examples of the round that led to it, as in
+            `ExampleLists.after_rounds`, and not of that which it starts.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class ClientEvaluator:
         batch_size: int,
         metrics: Sequence[TaskMetric],
         tuner: Trainer | None,
+        after_rounds: bool = False,
     ):
         self.trainer = trainer
+        self.after_rounds = after_rounds
         self.tests = tests
         self.examples = examples
         self.val = val
@@ -145,7 +149,12 @@ class ClientEvaluator:
         results = {result.client: result for result in evaluations if result.error is None}
         tasks = []
         for task in block.tasks:
-            if task.client in results:
+            if task.client not in results:
+                continue
+            result = results[task.client]
+            if not len(self.training.at(task.base).client(task.client)):
+                result.fine_tuned = dict(result.metrics)  # it has nothing to train on
+            else:
                 client_state = own_models.get(task.client, task.client_state)
                 # With a request, an update keeps the parameters after the local steps.
                 requests = {"evaluation": None}
@@ -173,7 +182,12 @@ class ClientEvaluator:
         if not self.has_own_models:
             return broadcast.global_params, broadcast.buffers
         trainer = self.trainer.of_client(task.client)
-        return own_model(trainer, broadcast, task, self.training.at(task.base).client(task.client))
+        mine = self.training.at(task.base).client(task.client)
+        return own_model(trainer, broadcast, task, mine, self._of_round(task))
+
+    def _of_round(self, task: ClientTask) -> int:
+        """Return the round whose examples a client has when its version is evaluated."""
+        return max(task.base - self.after_rounds, 0)
 
     def _prediction(self, broadcast: Broadcast, task: ClientTask) -> Predict | None:
         """Return the client's own way from a forward pass to outputs; None for the net's."""
@@ -182,7 +196,9 @@ class ClientEvaluator:
         if not overridden(rule, ["predict"]):
             return None
         mine = self.training.at(task.base).client(task.client)
-        received = trainer.start.receive(trainer.task, rule, broadcast, task, mine)
+        received = trainer.start.receive(
+            trainer.task, rule, broadcast, task, mine, self._of_round(task)
+        )
         shared, client_state = received.broadcast.shared, received.client_state
 
         def predict(net: Net) -> Tensor:
@@ -226,7 +242,11 @@ def _n_examples(lists: ExampleLists | VirtualClients | None, task: ClientTask) -
 
 
 def own_model(
-    trainer: Trainer, broadcast: Broadcast, client_task: ClientTask, mine: np.ndarray
+    trainer: Trainer,
+    broadcast: Broadcast,
+    client_task: ClientTask,
+    mine: np.ndarray,
+    of_round: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the parameters [P] and BatchNorm statistics [Q] that a client's rule evaluates.
 
@@ -235,6 +255,7 @@ def own_model(
         broadcast: the version of the model.
         client_task: the client, with its state.
         mine: [n], positions of the client's training examples.
+        of_round: see `ClientStart.receive`.
 
     Raises:
         ContractError: `evaluated` of the rule returns something that its contract forbids, or the
@@ -242,7 +263,7 @@ def own_model(
     """
     rule = trainer.rule.at(client_task.base)
     task = trainer.task
-    received = trainer.start.receive(task, rule, broadcast, client_task, mine)
+    received = trainer.start.receive(task, rule, broadcast, client_task, mine, of_round)
     w, buffers = received.local_params, received.buffers
     method, names_buffers = "begin", received.names_buffers
     if overridden(rule, ["evaluated"]):

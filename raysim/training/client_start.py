@@ -156,6 +156,7 @@ class ClientStart:
         broadcast: Broadcast,
         client_task: ClientTask,
         mine: np.ndarray,
+        of_round: int | None = None,
     ) -> ReceivedModel:
         """Give a client the broadcast, or what the rule's `begin` makes of it.
 
@@ -165,6 +166,8 @@ class ClientStart:
             broadcast: the version of the model.
             client_task: the task of the client.
             mine: [n], positions of the client's examples.
+            of_round: the round whose test and validation examples it has; None: that in which
+                it trains from the version.
 
         Returns:
             The client with its parameters, statistics, state and examples before its local steps.
@@ -175,12 +178,13 @@ class ClientStart:
         """
         t, client, local = client_task.base, client_task.client, self.config.local
         tests, vals = self.parts.tests, self.parts.vals
+        of_round = t if of_round is None else of_round
         data = LocalData(
             len(mine),
-            self.averages[self.sizes.phase(t)],
+            self.averages[self.sizes.phase(of_round)],
             partial(self._whole, mine, client_task),
-            tests and partial(tests, client, t),
-            vals and partial(vals, client, t),
+            tests and partial(tests, client, of_round),
+            vals and partial(vals, client, of_round),
         )
         broadcast = self.personal.received(
             self.sent_to(broadcast, client), client_task.client_state

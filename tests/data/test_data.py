@@ -19,7 +19,9 @@ import torch
 from PIL import Image
 from support.idx_files import write_idx
 from support.real_data import real_data_set
+from torch import nn
 
+import raysim
 from raysim.config.sections.data import Arrays, Data, Dirichlet, Natural, Virtual
 from raysim.data import (
     Dataset,
@@ -573,6 +575,15 @@ def test_what_is_there_is_not_fetched_again(tmp_path):
         write_idx(tmp_path / "MNIST" / "raw" / f"{half}-images-idx3-ubyte", pixels(2, 28, 28))
         write_idx(tmp_path / "MNIST" / "raw" / f"{half}-labels-idx1-ubyte", np.arange(2))
     assert len(load_dataset(Data(name="mnist", root=str(tmp_path), download=True)).y) == 2
+
+
+def test_targets_that_lie_on_images_do_not_move_with_them(base):
+    x = np.zeros((8, 8, 8), np.uint8)
+    data = {"x": x, "y": x.astype(np.int64), "x_test": x, "y_test": x.astype(np.int64)}
+    config = {**base, "data": data, "task": nn.CrossEntropyLoss(), "model": nn.Conv2d(1, 2, 1)}
+    config |= {"algorithm": "fedavg"}
+    with pytest.raises(ConfigError, match=r"^data\.augment: .* has targets of shape \[8, 8\]"):
+        raysim.run(config, {"data.augment": True, "rounds": 1}, tracking=False)
 
 
 def test_augment_overrides_what_is_usual(digits):

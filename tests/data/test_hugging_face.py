@@ -99,6 +99,18 @@ def test_numbers_and_lists_are_arrays(tmp_path):
     assert load_dataset(section(path, x="target")).shape == (1,)
 
 
+def test_arrays_of_pixels_are_images(tmp_path):
+    features = {"x": datasets.Array3D((8, 8, 3), "uint8"), "y": datasets.Value("int64")}
+    x = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), np.uint8)
+    half = datasets.Dataset.from_dict(
+        {"x": list(x), "y": [0, 1] * 3}, features=datasets.Features(features)
+    )
+    path = str(tmp_path / "a")
+    datasets.DatasetDict({"train": half, "test": half}).save_to_disk(path)
+    data = load_dataset(section(path, x="x", y="y"))
+    assert data.are_images and np.array_equal(data.x, x.transpose(0, 3, 1, 2))
+
+
 def test_splits_are_read_by_name(tmp_path):
     path = saved(tmp_path / "a", small=5, train=12, validation=4)
     dataset = load_dataset(section(path, train="small", test="validation"))

@@ -264,3 +264,11 @@ def test_the_examples_of_each_client_by_itself_are_refused(content):
         ConfigError, match=r"^data: these are . sets of examples, as if each client"
     ):
         made(content)
+
+
+def test_a_list_of_two_pairs_is_two_examples():
+    data = made({"train": [(0.5, 1.5), (0.25, 0.5)] * 3, "test": [(0.5, 1.5), (0.25, 0.5)]})
+    assert data.x_test.ravel().tolist() == [0.5, 0.25] and data.y_test.ravel().tolist() == [
+        1.5,
+        0.5,
+    ]

@@ -102,6 +102,31 @@ def test_a_redrawn_partition_trains_on_the_same_examples(keys):
     assert clients.reserved is not None and len(clients.reserved.indices)
 
 
+def test_a_draw_that_leaves_examples_out_draws_from_all_of_them():
+    heavy = {
+        "name": "heavy_tail",
+        "clients": 12,
+        "phases": {"name": "redraw", "rounds": 5, "count": 3},
+    }
+    sizes = [len(split(heavy).at(t).indices) for t in (0, 5, 10)]
+    assert min(sizes) > 0.7 * max(sizes)
+
+
+def test_validation_examples_are_those_of_the_tasks_so_far():
+    phases = {"name": "classes", "rounds": 4, "count": 5}
+    clients = split({**DIRICHLET, "phases": phases, "val": {"fraction": 0.3}})
+    y, val = digits().y, clients.val
+    assert val is not None
+    for t, known in ((0, 2), (4, 4), (19, 10)):
+        assert sorted(val.at(t).indices) == sorted(i for i in val.indices if y[i] < known)
+
+
+def test_clients_that_never_train_get_no_examples_from_a_users_function(own):
+    phases = {"name": own("rotated"), "rounds": 2, "count": 2}
+    with pytest.raises(ConfigError, match=r"phase 1 examples for client \d+, which never trains"):
+        split({**DIRICHLET, "phases": phases}, held_out=0.3)
+
+
 def test_a_users_function_gets_each_clients_examples(own):
     plain = split(DIRICHLET)
     phases = {"name": own("arrivals"), "rounds": 2, "count": 4, "share": 0.3}
@@ -122,7 +147,7 @@ def test_a_users_function_gets_each_clients_examples(own):
         ("few", "phase 0 11 clients; partition.clients is 12"),
         ("outside", "phase 0: client 0 has example 1438, outside 0 to 1437"),
         ("twice", r"phase 0: client \d+ has example \d+ twice"),
-        ("kept_out", r"phase 0 example \d+, which is no client's training example"),
+        ("kept_out", r"phase 0 example \d+, which is kept out of training"),
         ("nothing", "no client has training examples in phase 1"),
         ("missing", "missing"),
         ("unkeyed", "phase 0 other lists when it was called again"),

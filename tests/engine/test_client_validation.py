@@ -227,12 +227,13 @@ def test_predictions_have_the_datas_own_scaling(setup):
         assert found["loss"] == pytest.approx(result.history[-1]["loss"], rel=1e-5)
         squares = result.predict(data.x_test[:3, 0])  # without the dimension of channels
         assert np.allclose(squares.numpy(), outputs[:3], atol=1e-5)
+        assert torch.allclose(result.predict(data.x_test[:1, 0]), squares[:1], atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda x: x[0], r"^predict: x is a single example; give x\[None\]"),
+        (lambda x: x[0, 0], r"^predict: digits has examples of shape \[1, 8, 8\], x of shape"),
         (lambda x: x / 255, r"^predict: x is float64; digits has images of uint8 pixels"),
         (lambda x: x[:, :, :5], r"^predict: digits has examples of shape \[1, 8, 8\], x of shape"),
         (lambda x: [], r"^predict: x has no examples"),

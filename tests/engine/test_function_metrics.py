@@ -174,3 +174,34 @@ def test_a_name_of_raysim_is_refused():
         ConfigError, match="name of raysim's metric 'accuracy'; rename the function"
     ):
         run(net(), DATA, PARTS, evaluate={"metrics": [accuracy]})
+
+
+def rmse(outputs: Tensor, y: Tensor) -> Tensor:
+    return (outputs - y).square().mean().sqrt()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        rmse,
+        lambda outputs, y: rmse(outputs.squeeze(1), y),
+        lambda outputs, y: rmse(outputs[:, 0], y),
+        lambda outputs, y: rmse(outputs, y[:, None]),
+        lambda outputs, y: rmse(outputs, y.view_as(outputs)),
+        lambda outputs, y: float(F.mse_loss(outputs.flatten(), y.flatten())) ** 0.5,
+    ],
+)
+def test_an_output_in_a_column_belongs_to_its_own_target(function):
+    rng = np.random.default_rng(0)
+    y, outputs = rng.normal(size=(2, 50)).astype(np.float32)
+    metric = FunctionMetric(Classification(), 1, "rmse", function)
+    expected = np.sqrt(np.mean((outputs.astype(float) - y) ** 2))
+    assert metric.value((outputs[:, None], y)) == pytest.approx(expected, rel=1e-6)
+    if function is rmse:
+        assert metric.value((outputs, y[:, None])) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_metric_of_all_outputs_needs_no_pairs():
+    metric = FunctionMetric(Classification(), 1, "bias", lambda outputs, y: (outputs - y).mean())
+    y, outputs = np.arange(8.0), np.arange(8.0) ** 2
+    assert metric.value((outputs[:, None], y)) == pytest.approx(np.mean(outputs - y))

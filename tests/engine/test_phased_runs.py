@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 import raysim
+from raysim.algorithms.fedavg import FedAvgClient
 from raysim.data import Clients, Examples
+from raysim.diagnostics.class_tasks import ClassTaskMetrics
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
@@ -215,3 +218,56 @@ def test_clients_are_evaluated_on_the_tasks_so_far(setup):
 def test_what_needs_examples_that_stay_is_refused(sections, message, setup):
     with pytest.raises(ConfigError, match=f"^{message}"):
         prepare({**setup, **sections})
+
+
+def test_fine_tuning_leaves_clients_without_examples_as_they_are(setup):
+    setup["partition"] |= {"test": {"fraction": 0.3}}
+    setup["evaluate"] = {"clients": {"every": 6, "fine_tune": {"steps": 2}}}
+    result = raysim.run({**setup, "rounds": 6}, tracking=False)
+    plan = prepare(result.run_dir / "config.yaml")
+    table = result.clients[result.clients["round"] == 6].set_index("client")
+    without = [i for i in table.index if not len(examples_of_task(plan, i, 5))]
+    assert without and len(without) < len(table)
+    for client, row in table.iterrows():
+        is_tuned = row["fine_tuned_loss"] != row["loss"]
+        assert is_tuned == (client not in without)
+
+
+@dataclass(frozen=True)
+class SaysWhatItHas(FedAvgClient):
+    """Evaluates a model whose first bias says how many examples a client has."""
+
+    def evaluated(self, shared, client_state, data, task):
+        w = torch.zeros_like(shared["x"])
+        w[640] = (data.n + 10 * data.test.n) / 100
+        return w
+
+
+def test_a_rule_evaluates_with_the_examples_of_the_round_that_led_to_the_model(setup):
+    setup["partition"] |= {"test": {"fraction": 0.3}}
+    setup["evaluate"] = {"clients": {"every": 1}}
+    result = raysim.run({**setup, "rounds": 3, "client": SaysWhatItHas}, tracking=False)
+    plan = prepare(setup)
+    assert isinstance(plan.clients, Clients) and plan.clients.test is not None
+    y = plan.dataset.y
+    for _, row in result.clients.iterrows():
+        t, client = max(int(row["round"]) - 1, 0), int(row["client"])
+        known = np.concatenate(np.array_split(np.arange(10), 3)[: t // 2 + 1])
+        test = [y[i] for i in plan.clients.test.client(client) if y[i] in known]
+        bias = (len(examples_of_task(plan, client, t)) + 10 * len(test)) / 100
+        expected = np.log(9 + np.exp(bias)) - bias * np.mean(np.array(test) == 0)
+        assert row["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_task_without_test_examples_has_no_accuracy():
+    probe = ClassTaskMetrics()
+    probe.phase_rounds, probe.best = 1, {}
+    probe.tasks = [np.array([0]), np.array([1]), np.array([2, 3])]
+    probe.counts = np.array([0, 4, 1, 3])
+    record = {
+        "round": 3.0,
+        "accuracy/class_1": 0.5,
+        "accuracy/class_2": 1.0,
+        "accuracy/class_3": 0.0,
+    }
+    assert probe.follow(record) == {"accuracy_1": 0.5, "accuracy_2": 0.25, "accuracy": 0.375}

@@ -159,6 +159,13 @@ def test_pooled_clients_agree_with_the_loop(task, plan_of):
     assert np.allclose(*xs, rtol=1e-9, atol=1e-12)
 
 
+def test_a_sequence_without_a_token_to_predict_is_refused(plan_of):
+    data = dataset("next_token")
+    data.y_test[3] = -100
+    with pytest.raises(ConfigError, match="y of test example 3 has no token to predict, as 1 of"):
+        plan_of("next_token", data)
+
+
 @pytest.mark.parametrize("model", [NETS["next_token"], TRANSFORMER], ids=["lstm", "transformer"])
 @pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_the_length_of_the_padding_does_not_matter(model, mode, plan_of):

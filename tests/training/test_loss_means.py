@@ -42,6 +42,7 @@ TARGETS = X @ RNG.normal(size=(D, 2)) + 1
 HOT = np.stack([LABELS == 0, LABELS > 0, X[:, 0] > 0], 1).astype(np.int64)
 SOME_IGNORED = np.where(np.arange(N + 25) % 4 == 1, -100, LABELS)
 FAR_IGNORED = np.where(np.arange(N + 25) % 5 == 2, 255, LABELS)
+IGNORED_IN_TESTS = np.where(np.arange(N + 25) < N, LABELS, FAR_IGNORED)
 ENDS = np.cumsum([0, *SIZES])
 PARTS = [list(range(a, b)) for a, b in pairwise(ENDS)]
 WEIGHTS = [0.2, 1.0, 5.0]
@@ -425,6 +426,8 @@ def test_a_task_with_its_reading_goes_to_another_process():
         (nn.CrossEntropyLoss(), SOME_IGNORED),
         (nn.CrossEntropyLoss(weight=W32, label_smoothing=0.1), SOME_IGNORED),
         (nn.CrossEntropyLoss(ignore_index=255), FAR_IGNORED),
+        (nn.CrossEntropyLoss(ignore_index=255), IGNORED_IN_TESTS),
+        (nn.CrossEntropyLoss(), np.where(IGNORED_IN_TESTS == 255, -100, LABELS)),
         (functools.partial(F.cross_entropy, ignore_index=255, reduction="sum"), FAR_IGNORED),
         (lambda o, y: F.cross_entropy(o, y, ignore_index=255), FAR_IGNORED),
         (nn.NLLLoss(), SOME_IGNORED),

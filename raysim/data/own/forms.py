@@ -133,7 +133,7 @@ class FormReader(ArrayReader):
         match half:
             case Mapping():
                 return self._entries(half, f"the {split} half")
-            case [x, y]:
+            case [x, y] if not (isinstance(half, list) and _is_labelled(x) and _is_labelled(y)):
                 return x, y, None
             case [*parts] if parts and all(map(_is_labelled, parts)):
                 return self._examples(parts, split)
@@ -299,9 +299,10 @@ def read_column(half: Any, name: str) -> Any:
         return list(half.with_format(None)[name])
     while hasattr(feature, "feature"):  # of a list
         feature = feature.feature
-    # Without a type, floats of 64 bits would become floats of 32.
-    is_double = getattr(feature, "dtype", "") in ("float64", "double")
-    table = half.with_format("numpy", **({"dtype": np.float64} if is_double else {}))
+    # Without a type, floats of 64 bits would become floats of 32, and pixels integers of 64.
+    types = {"float64": np.float64, "double": np.float64, "uint8": np.uint8}
+    dtype = types.get(getattr(feature, "dtype", ""))
+    table = half.with_format("numpy", **({} if dtype is None else {"dtype": dtype}))
     return table[name][:]
 
 

@@ -192,7 +192,9 @@ def inputs_like(x: Any, dataset: Dataset) -> np.ndarray:
         raise reader.error("x has rows of different lengths; pad them as those of the data set")
     if not array.ndim or not len(array):
         raise reader.error("x has no examples")
-    if array.shape == dataset.shape:
+    # One grey image without its channel is [1, H, W], too, and one number [1].
+    is_unclear = dataset.shape == (1,) or (dataset.are_images and dataset.shape[0] == 1)
+    if array.shape == dataset.shape and not is_unclear:
         raise reader.error("x is a single example; give x[None], one of one")
     inputs, _ = reader.examples(array, None, "")
     if dataset.are_images and inputs.dtype != np.uint8:

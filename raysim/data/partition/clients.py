@@ -175,6 +175,16 @@ class Clients(ExampleLists):
     """Examples of the clients that never train; None if all clients do."""
 
     @property
+    def kept_out(self) -> np.ndarray:
+        """Positions in the training half with which no client may train, ascending, int64."""
+        parts = [self.validation]
+        for lists in (self.test if self.test_half == "train" else None, self.val, self.reserved):
+            if lists is not None:
+                parts.append(lists.indices)
+        # Lists of clients may overlap.
+        return np.setdiff1d(np.concatenate(parts), self.indices)
+
+    @property
     def n_training(self) -> int:
         """Number of clients that may train."""
         return len(self) - len(self.held_out)

@@ -7,7 +7,7 @@ trains. A client trains on the examples of the phase of the version that it rece
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -65,10 +65,13 @@ def add_phases(
         ConfigError: the partition cannot be divided in this way, or no client has an example in
             some phase.
     """
-    test = clients.test
+    test, val = clients.test, clients.val
     match phases:
         case ClassTasks():
-            lists, test = _by_task(clients, phases, dataset, seed)
+            tasks = class_tasks(phases, dataset.n_classes, seed)
+            lists = _by_task(clients, tasks, dataset)
+            test = test and _of_tasks_so_far(test, clients.test_half, phases, tasks, dataset)
+            val = val and _of_tasks_so_far(val, "train", phases, tasks, dataset)
         case Redraw():
             lists = _redrawn(clients, phases, seed, draw)
         case OwnPhases():
@@ -81,27 +84,30 @@ def add_phases(
             )
     starts = [phase * phases.rounds for phase in range(phases.count)]
     of_phases = tuple(zip(starts, lists, strict=True))
-    return clients.with_lists(union(lists), test=test, phases=of_phases)
+    return clients.with_lists(union(lists), test=test, val=val, phases=of_phases)
 
 
-def _by_task(
-    clients: Clients, phases: ClassTasks, dataset: Dataset, seed: int
-) -> tuple[list[ExampleLists], ExampleLists | None]:
-    """Return the training examples of each task, and the test examples of the tasks so far."""
+def _by_task(clients: Clients, tasks: Sequence[np.ndarray], dataset: Dataset) -> list[ExampleLists]:
+    """Return the training examples of each task."""
     dataset.check_labels("partition.phases", "'classes' divides by class and")
-    tasks = class_tasks(phases, dataset.n_classes, seed)
-    y = dataset.y
-    lists = [clients.separated(np.isin(y[clients.indices], task))[1] for task in tasks]
-    test = clients.test
-    if test is None:
-        return lists, None
-    y_of_tests = dataset.y_test if clients.test_half == "test" else y
+    y = dataset.y[clients.indices]
+    return [clients.separated(np.isin(y, task))[1] for task in tasks]
+
+
+def _of_tasks_so_far(
+    kept: ExampleLists,
+    half: str,
+    phases: ClassTasks,
+    tasks: Sequence[np.ndarray],
+    dataset: Dataset,
+) -> ExampleLists:
+    """Return test or validation examples of a half with phases: the tasks so far in each."""
+    y = (dataset.y_test if half == "test" else dataset.y)[kept.indices]
     so_far = []
     for phase in range(phases.count):
         seen = np.concatenate(tasks[: phase + 1])
-        of_seen = test.separated(np.isin(y_of_tests[test.indices], seen))[1]
-        so_far.append((phase * phases.rounds, of_seen))
-    return lists, replace(test, phases=tuple(so_far))
+        so_far.append((phase * phases.rounds, kept.separated(np.isin(y, seen))[1]))
+    return replace(kept, phases=tuple(so_far))
 
 
 def _redrawn(clients: Clients, phases: Redraw, seed: int, draw: Drawn | None) -> list[ExampleLists]:
@@ -112,9 +118,10 @@ def _redrawn(clients: Clients, phases: Redraw, seed: int, draw: Drawn | None) ->
             "dirichlet; use another partition, or path.py:FUNCTION for your own phases"
         )
     lists = [ExampleLists(clients.indices, clients.offsets)]
+    kept_out = clients.kept_out
     for phase in range(1, phases.count):
         drawn = draw(generator(seed, "partition of a phase", phase))
-        trains = np.isin(drawn.indices, clients.indices)
+        trains = ~np.isin(drawn.indices, kept_out)
         trains &= ~np.isin(drawn.owners, clients.held_out)
         lists.append(drawn.separated(trains)[1])
     return lists
@@ -126,8 +133,8 @@ def _by_function(
     """Return the lists that a user's function returns for each phase."""
     lists = []
     own = [clients.client(i) for i in range(len(clients))]
-    trains = np.zeros(len(dataset.y), dtype=bool)
-    trains[clients.indices] = True
+    trains = np.ones(len(dataset.y), dtype=bool)
+    trains[clients.kept_out] = False
     for phase in range(phases.count):
         place = f"partition.phases.name: {phases.name} returned for phase {phase}"
         rng = generator(seed, "own phase", phase)
@@ -138,8 +145,15 @@ def _by_function(
         if not trains[of_phase.indices].all():
             wrong = of_phase.indices[~trains[of_phase.indices]][0]
             raise ConfigError(
-                f"{place} example {wrong}, which is no client's training example; return positions "
-                "from the lists that the function gets"
+                f"{place} example {wrong}, which is kept out of training; return positions from "
+                "the lists that the function gets"
+            )
+        if of_phase.sizes[clients.held_out].any():
+            client = clients.held_out[of_phase.sizes[clients.held_out] > 0][0]
+            raise ConfigError(
+                f"{place} examples for client {client}, which never trains "
+                "(evaluate.clients.held_out); return an empty list for each client without "
+                "examples in the lists that the function gets"
             )
         lists.append(of_phase)
     return lists

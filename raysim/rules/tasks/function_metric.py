@@ -18,6 +18,9 @@ from torch import Tensor
 
 from raysim.rules.tasks.learning_task import TaskMetric
 
+TABLE_TOLERANCE = 1e-5
+"""Relative difference up to which two values are one, computed in another order."""
+
 
 @dataclass(frozen=True)
 class FunctionMetric(TaskMetric):
@@ -53,6 +56,35 @@ class FunctionMetric(TaskMetric):
         outputs, y = map(torch.from_numpy, rows)
         if not len(y):
             return float("nan")
+        value = self._value(outputs, y)
+        if y.shape != outputs.shape and y.numel() == outputs.numel() and len(y) > 1:
+            return self._of_pairs(value, outputs, y)
+        return value
+
+    def _of_pairs(self, value: float, outputs: Tensor, y: Tensor) -> float:
+        """Return a value for outputs and targets of two shapes, such as [n, 1] and [n].
+
+        Most functions compute a table [n, n] of them here, of all outputs with all targets. Its
+        mean does not depend on which target belongs to which output; then targets get the shape of
+        the outputs.
+
+        Args:
+            value: the function's value for these shapes.
+            outputs: [n, ...].
+            y: the targets, as many numbers in another shape.
+        """
+        mixed = y[torch.randperm(len(y), generator=torch.Generator().manual_seed(0))]
+        if not np.isclose(value, self._value(outputs, mixed), TABLE_TOLERANCE):
+            return value
+        try:
+            of_pairs = self._value(outputs, y.reshape(outputs.shape))
+            of_mixed = self._value(outputs, mixed.reshape(outputs.shape))
+        except (RuntimeError, TypeError, ValueError, IndexError):  # it needs targets as they are
+            return value
+        return value if np.isclose(of_pairs, of_mixed, TABLE_TOLERANCE) else of_pairs
+
+    def _value(self, outputs: Tensor, y: Tensor) -> float:
+        """Return the function's value for outputs and targets [n, ...]."""
         # A copy, since an object may count over its calls, which a worker makes for many sets.
         function = copy.deepcopy(self.function)
         values = function(self.task.as_returned(outputs, self.function), y)

@@ -194,8 +194,19 @@ class NextToken(LearningTask):
                 )
             vocabulary = "task.vocabulary" if self.vocabulary else "vocabulary"
             _refuse_outside(x, size, f"x of {half} example", "token", vocabulary)
+            self._refuse_empty(half, y)
             kept = np.where(y == self.ignore_index, 0, y)
             _refuse_outside(kept, size, f"y of {half} example", "token", vocabulary)
+
+    def _refuse_empty(self, half: str, y: np.ndarray) -> None:
+        """Refuse sequences without a token to predict, which would count as a loss of 0."""
+        is_empty = (y == self.ignore_index).all(1)
+        # A mean over all tokens of a batch leaves them out.
+        if is_empty.any() and self.mean_weights(torch.from_numpy(y[:1])) is None:
+            raise ValueError(
+                f"y of {half} example {int(is_empty.argmax())} has no token to predict, as "
+                f"{int(is_empty.sum())} of {len(y)} sequences; leave them out of the data"
+            )
 
     def outputs(self, data: TaskData) -> int:
         """Return the size of the vocabulary. See `LearningTask.outputs`."""

@@ -38,7 +38,8 @@ class TopKAccuracy(TaskMetric):
         tied_before = (outputs == correct) & (
             torch.arange(self.outputs, device=y.device) < y[:, None]
         )
-        return ((outputs > correct) | tied_before).sum(1) < self.k
+        is_hit = ((outputs > correct) | tied_before).sum(1) < self.k
+        return is_hit & ~outputs.isnan().any(1)  # NaN compares as no larger logit
 
 
 class _Confusion(TaskMetric):
@@ -118,7 +119,8 @@ class SubsetAccuracy(TaskMetric):
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return hits, [B]. See `TaskMetric.rows`."""
-        return (_columns(outputs > 0) == _columns(y > 0)).all(1)
+        is_hit = (_columns(outputs > 0) == _columns(y > 0)).all(1)
+        return is_hit & ~_columns(outputs.isnan()).any(1)  # NaN is no label that is absent
 
 
 class _MultilabelCounts(TaskMetric):

@@ -34,3 +34,7 @@ def nothing(y, lists, phase, rng):
 def unkeyed(y, lists, phase, rng):
     generator = np.random.default_rng()
     return [[i for i in own if generator.random() < 0.5] for own in lists]
+
+
+def rotated(y, lists, phase, rng):
+    return [lists[(i + phase) % len(lists)] for i in range(len(lists))]
