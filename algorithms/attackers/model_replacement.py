@@ -20,6 +20,8 @@ TARGET = 0
 
 def triggered(x):
     """Return images [B, C, H, W] with the trigger."""
+    if x.ndim != 4:
+        raise ValueError("the trigger is for images with class labels")
     x = x.clone()
     x[..., -2:, -2:] = 3.0
     return x
