@@ -66,7 +66,7 @@ def kept_history(records: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str
     for t, record in records:
         for name, value in record.items():
             history.setdefault(name, {})[t] = value
-    rounds = set().union(*(history.get(name, ()) for name in EVALUATIONS))
+    rounds = _evaluated_rounds(history, len(records))
     last, _ = records[-1]
     # Without an evaluation the metrics of every round are all that the run has.
     rounds = {*rounds, last} if rounds else {t for t, _ in records}
@@ -81,6 +81,16 @@ def kept_history(records: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str
         if series:
             kept[name] = series
     return kept
+
+
+def _evaluated_rounds(history: Mapping[str, Series], n_records: int) -> set[int]:
+    """Return the rounds in which something is evaluated, such as the model or the clients."""
+    rounds: set[int] = set()
+    for name, series in history.items():
+        is_sparse = _is_kept(name) and not _is_cut(name) and len(series) < n_records
+        if name in EVALUATIONS or is_sparse:
+            rounds |= series.keys()
+    return rounds
 
 
 def _summed(series: Series, rounds: Container[int]) -> Series:

@@ -17,6 +17,9 @@ from raysim.metrics.table import (
 _OF_ENGINE = [metric for metric in METRICS if not metric.users_own]
 _FORMS_OF_USERS = [metric for metric in METRICS if metric.users_own]
 
+FALLING = ("client_loss/", "theory/f", "theory/grad_norm2", "forgetting/")
+"""First parts of the names of losses and gradients that have no best value in a run's result."""
+
 _DECLARED: dict[str, Metric] = {}
 """Metrics that rules and the files of methods declare, by name."""
 
@@ -118,6 +121,8 @@ def name_taken(name: str) -> str | None:
     Args:
         name: name of the user's metric, which is also logged as "clients/NAME".
     """
+    if name == "rounds":  # the numbers of the rounds in a ledger's row
+        return name
     entry = find_metric(name)
     # A copy of a method's file has a metric with the name of the shipped one.
     is_of_method = name in _DECLARED and not _DECLARED[name].rules
@@ -178,14 +183,16 @@ def lower_is_better(name: str) -> bool:
     Args:
         name: name of the metric, such as "loss", "val/mse" or "clients/loss_worst10".
     """
-    if name.endswith("_std"):
+    own = find_metric(name)
+    is_declared = own is not None and own.users_own and own.larger_is_better is not None
+    if name.endswith("_std") and not is_declared:
         return True
     bare = without_figure(name)
     for candidate in (name, bare):
         entry = find_metric(candidate)
         if entry is not None and entry.larger_is_better is not None:
             return not entry.larger_is_better
-    return bare.endswith("loss")
+    return bare.endswith("loss") or name.startswith(FALLING)
 
 
 def reserved_prefixes() -> Iterator[str]:

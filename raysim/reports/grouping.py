@@ -241,6 +241,8 @@ def full_name(key: str, known: Container[str]) -> str | None:
         known: full names.
     """
     candidates = [f"{key}.name", key]
+    if key.rpartition(".")[2] == "lr":  # a number in most runs, also beside those with a schedule
+        candidates.reverse()
     if key.startswith("algorithm."):
         rest = key.removeprefix("algorithm.")
         candidates += [f"server.{rest}", f"client.{rest}"]

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from raysim.errors import ConfigError
+from raysim.metrics import lower_is_better
 from raysim.reports.analysis import plots, sensitivity, speedup
 from raysim.reports.analysis.aggregate import figures_of, rows
 from raysim.reports.analysis.curves import Curve, along, curves, grid
@@ -300,6 +301,10 @@ def speedup_report(
         ConfigError: Fewer than two seeds reach the target at two values of the parameter, or a run,
             the metric or the parameter does not exist.
     """
+    if not lower_is_better(metric):
+        raise ConfigError(
+            f"metric (--metric): {metric} rises with the rounds; choose one that falls, like loss"
+        )
     runs = source.finished(metric, say)
     lines = speedup.speedup(speedup.ends(runs, over), target, say)
     slope = speedup.slope(lines)

@@ -106,7 +106,7 @@ def table_report(
         runs,
         statistics=statistics,
         select_by=chooser,
-        target=_goal(target, target_value, relative_to, runs, printed, say),
+        target=_goal(target, target_value, relative_to, runs, printed, say, chooser),
         group=split_keys(group),
         across=split_keys(columns),
         best_of=split_keys(best_of),
@@ -174,6 +174,7 @@ def _goal(
     runs: Sequence[TrackedRun],
     printed: Sequence[published.PublishedResult],
     say: Say,
+    select_by: str,
 ) -> float | aggregate.Goal | None:
     """Return the target of all rows, or the function from the runs of a row to its target."""
     if value is None:
@@ -181,7 +182,7 @@ def _goal(
             return None
         return lambda members: published.published_target(printed, members[0].params)
     if relative_to:
-        return targets.share_of(runs, relative_to, value, say)
+        return targets.share_of(runs, relative_to, value, say, select_by)
     targets.refuse_unreachable(value, runs[0].metric)
     return value
 

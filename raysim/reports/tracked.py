@@ -328,7 +328,12 @@ def _one_each(runs: Sequence[FinishedRun], first_counts: bool) -> list[FinishedR
     """Return the first or the last run for each combination of parameters and seed."""
     chosen: dict[str, FinishedRun] = {}
     for run in runs:
-        kept = {k: v for k, v in run.params.items() if not k.startswith(KEYS_WITHOUT_EFFECT)}
+        # A key that a newer version has added is null where an older run lacks it.
+        kept = {
+            k: v
+            for k, v in run.params.items()
+            if v != "null" and not k.startswith(KEYS_WITHOUT_EFFECT)
+        }
         key = json.dumps(kept, sort_keys=True)
         if not first_counts or key not in chosen:
             chosen[key] = run

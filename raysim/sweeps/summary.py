@@ -10,6 +10,7 @@ draws.png              if keys are drawn: the best value over each of them
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -224,7 +225,8 @@ def _trials_as_runs(outcome: SweepResult) -> tuple[str, list[TrackedRun]]:
     runs = []
     for trial in outcome.sweep.trials:
         history = histories.get(trial.folder, [])
-        values = [(t, record[metric]) for t, record in history if metric in record]
+        # As in reports of tracked runs, an evaluation that gave NaN has no value.
+        values = [(t, r[metric]) for t, r in history if not math.isnan(r.get(metric, math.nan))]
         params = flatten_parameters(trial.config.model_dump(mode="json"))
         state, _ = unfinished.get(trial.folder, ("", ""))
         runs.append(TrackedRun(trial.folder.name, params, values, unfinished=state, metric=metric))

@@ -107,6 +107,7 @@ def test_clients_that_were_never_seen_become_fewer(base):
     [
         ("loss", True), ("val/loss", True), ("train_loss", True), ("clients/loss_worst10", True),
         ("held_out_fine_tuned/loss_weighted", True), ("clients/accuracy_std", True),
+        ("client_loss/q50", True), ("theory/f", True), ("forgetting/increase_q90", True),
         ("accuracy", False), ("clients/accuracy_q10", False), ("participation_gap/accuracy", False),
     ],
 )  # fmt: skip

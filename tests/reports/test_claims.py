@@ -90,6 +90,12 @@ def test_seeds_decide(a, b, expected):
     ) == (expected)
 
 
+def test_a_difference_of_the_margin_itself_counts_though_it_is_rounded():
+    runs = bests(a=[0.82, 0.57, 0.92], b=[0.80, 0.55, 0.90])
+    assert verdict(runs, margin=0.02) == (CONFIRMED, (3, 0))
+    assert verdict(runs, is_="near", margin=0.02) == (CONFIRMED, (3, 0))
+
+
 def test_a_margin_and_nearness():
     runs = bests(a=[0.55, 0.65], b=[0.5, 0.5])
     assert verdict(runs, margin=0.04) == (CONFIRMED, (2, 0))

@@ -20,7 +20,7 @@ import raysim
 from raysim.config.sections.storage import Tracking
 from raysim.errors import ConfigError, RaysimError
 from raysim.reports import grouping, table_report, value_names
-from raysim.reports.analysis import aggregate, comparisons
+from raysim.reports.analysis import aggregate, comparisons, targets
 from raysim.reports.analysis.curves import curves
 from raysim.reports.analysis.targets import share_of
 from raysim.reports.runs import RunSource
@@ -845,6 +845,26 @@ def test_the_best_rows_are_those_of_the_metric_that_chooses():
     assert (row.parameters["local.lr"], row.result.mean) == ("0.2", 0.8)
     (row,) = rows(runs, best_of=["algorithm"], select_by="val/loss")
     assert (row.parameters["local.lr"], row.result.mean) == ("0.1", 0.9)
+
+
+def test_step_sizes_are_found_beside_runs_with_a_schedule():
+    known = {"local.lr", "local.lr.name", "algorithm", "algorithm.name"}
+    assert grouping.full_name("local.lr", known) == "local.lr"
+    assert grouping.full_name("local.lr", known - {"local.lr"}) == "local.lr.name"
+    assert grouping.full_name("algorithm", known) == "algorithm.name"
+
+
+def test_a_reference_is_chosen_by_the_metric_that_chooses():
+    runs = [
+        dataclasses.replace(run([0.1, 0.8], lr=0.1, algorithm="a"), chosen=(1, 0.9)),
+        dataclasses.replace(run([0.1, 0.85], lr=0.3, algorithm="a"), chosen=(1, 0.7)),
+        dataclasses.replace(run([0.1, 0.83], lr=0.3, algorithm="b"), chosen=(1, 0.8)),
+    ]
+    table = rows(runs, select_by="val/accuracy")
+    compared = comparisons.compared(table, runs, "algorithm=a")
+    assert sorted(row.versus.mean for row in compared if row.versus) == pytest.approx([0.03, 0.05])
+    goal = targets.share_of(runs, "algorithm=a", 1.0, select_by="val/accuracy")
+    assert goal(runs[2:]) == 0.8
 
 
 def test_differences_and_ranks_are_of_the_first_statistic():

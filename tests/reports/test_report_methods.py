@@ -399,6 +399,13 @@ def test_rows_of_ledgers_are_in_the_order_of_the_file_and_the_first_of_a_run_cou
         assert kept.run_id == expected
 
 
+def test_a_key_that_older_runs_lack_makes_no_other_run():
+    params = [{"seed": "0"}, {"seed": "0", "stop": "null"}, {"seed": "1"}]
+    done = [FinishedRun(str(p), p, frozenset({"loss"}), lambda _: [(1, 0.5)]) for p in params]
+    kept = with_histories(done, "", "loss", lambda _: None, "rounds")
+    assert [one.params["seed"] for one in kept] == ["0", "1"]
+
+
 def test_trials_are_in_the_order_of_their_sweep_however_they_start(monkeypatch):
     """A run that no sweep has made is where it started."""
     stored = []

@@ -133,12 +133,16 @@ def rows(
         combination = tuple(value_of(members[0].params, key) for key in choosing)
         # Of rows that are equally good the first one stays.
         best_row = best_rows.setdefault(combination, row)
-        best_rows[combination] = min([best_row, row], key=_choice_key)
+        best_rows[combination] = min([best_row, row], key=choice_key)
     return list(best_rows.values())
 
 
-def _choice_key(row: TableRow) -> float:
-    """Return the key by which the best of several rows is chosen."""
+def choice_key(row: TableRow) -> float:
+    """Return the key by which the best of several rows is chosen: not by the test set, if asked.
+
+    Args:
+        row: Row of a table; the best one has the smallest key.
+    """
     return sort_key(row) if row.choice is None else value_key(row.choice, row.choice_lower)
 
 

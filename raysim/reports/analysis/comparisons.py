@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from raysim.errors import ConfigError
+from raysim.reports.analysis.aggregate import choice_key
 from raysim.reports.grouping import reference_runs, replicate, split_scenario
-from raysim.reports.table_row import PairedDifference, TableRow, sort_key
+from raysim.reports.table_row import PairedDifference, TableRow
 from raysim.reports.tracked import TrackedRun
 
 CONFIDENCE = 0.95
@@ -105,7 +106,7 @@ def _reference_rows(
     """Return the best reference row of each scenario."""
     chosen = {run.run_id for run in reference_runs(runs, reference, OPTION)}
     references: dict[tuple, TableRow] = {}
-    for row in sorted(table, key=sort_key):
+    for row in sorted(table, key=choice_key):
         if not row.pooled and chosen.issuperset(row.run_ids):
             references.setdefault(_scenario(row), row)
     if not references:

@@ -98,6 +98,8 @@ def crossing(points: Mapping[int, float], target: float) -> float | None:
         return None
     shorter = lengths[first_below - 1]
     longer = lengths[first_below]
+    if points[longer] <= 0:  # which no log axis has
+        return float(longer)
     fraction = math.log(points[shorter] / target) / math.log(points[shorter] / points[longer])
     return math.exp(math.log(shorter) + fraction * math.log(longer / shorter))
 

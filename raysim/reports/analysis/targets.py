@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from raysim.by_key import by_key
 from raysim.errors import ConfigError
 from raysim.metrics import is_share
-from raysim.reports.analysis.aggregate import Goal, direction, rows
+from raysim.reports.analysis.aggregate import Goal, choice_key, rows
 from raysim.reports.grouping import SCENARIO_KEY_PREFIXES, reference_runs, varied
 from raysim.reports.tracked import TrackedRun
 
@@ -44,6 +44,7 @@ def share_of(
     reference: str,
     share: float,
     say: Callable[[str], None] = lambda line: None,
+    select_by: str = "",
 ) -> Goal:
     """Return targets relative to the best value of reference runs in the same scenario.
 
@@ -54,6 +55,7 @@ def share_of(
         reference: Parameter of the reference runs as KEY=VALUE.
         share: Target as a share of their best value: the mean over seeds of their best row.
         say: Called with one line for each scenario without reference runs.
+        select_by: Metric that has chosen the rounds of the runs, and chooses the row; "" for none.
 
     Returns:
         A function from the runs of a row to their target; None without reference runs.
@@ -67,10 +69,12 @@ def share_of(
     def scenario_of(run: TrackedRun) -> tuple:
         return tuple(map(run.params.get, keys))
 
-    best = min if direction(runs, runs[0].metric) else max
     goals: dict[tuple, float] = {}
     for scenario, members in by_key(chosen, scenario_of).items():
-        goals[scenario] = share * best(row.result.mean for row in rows(members) if row.result)
+        table = rows(members, select_by=select_by)
+        best = min((row for row in table if row.result), key=choice_key)
+        assert best.result is not None
+        goals[scenario] = share * best.result.mean
     for scenario in by_key(runs, scenario_of):
         if scenario not in goals:
             say(f"no target where no run has {reference}: {', '.join(filter(None, scenario))}")

@@ -28,6 +28,9 @@ from raysim.reports.table_columns import MISSING_TEXT, as_markdown, difference_t
 from raysim.reports.table_row import MeanStd
 from raysim.reports.tracked import MetricMissing, TrackedRun
 
+MARGIN_ROUNDING = 1e-9
+"""Share of a margin by which a difference may miss it: differences are rounded."""
+
 CONFIRMED, REFUTED, OPEN = "confirmed", "not confirmed", "undecided"
 
 RunsOf = Callable[[str], Sequence[TrackedRun]]
@@ -288,14 +291,15 @@ def _holds(claim: Claim, apart: Span) -> bool | None:
     """
     low, high = apart
     margin = claim.margin
+    rounding = MARGIN_ROUNDING * margin  # 0.82 - 0.80 is a little less than 0.02
     if claim.relation == "near":
-        holds = -margin <= low and high <= margin
-        fails = low > margin or high < -margin
+        holds = -margin <= low + rounding and high <= margin + rounding
+        fails = low > margin + rounding or high < -margin - rounding
     else:
         if claim.relation == "above":
             low, high = -high, -low
-        holds = high <= -margin and high < 0
-        fails = low > -margin or low >= 0
+        holds = high <= -margin + rounding and high < 0
+        fails = low > -margin + rounding or low >= 0
     if holds:
         return True
     return False if fails else None
