@@ -81,6 +81,16 @@ def test_a_metric_is_not_missed_between_two_evaluations(metric):
     assert rule.reason.startswith(f"round 4: {metric} 0.6")
 
 
+@pytest.mark.parametrize("metric", ["clients/used", "clients/dropped_out", "train_loss"])
+def test_a_metric_of_rounds_counts_in_each_round_beside_evaluations_of_clients(metric):
+    evaluate = {"every": 6, "clients": {"every": 6}}
+    stop = {"metric": metric, "mode": "max", "target": 5.0}
+    rule = StopRule(explain.validate({**DIGITS_MLP, "evaluate": evaluate, "stop": stop}))
+    for done, value in enumerate((4.0, 4.0, 5.0, 4.0)):
+        rule.see({"round": float(done), "clients/used": 4.0, metric: value})
+    assert rule.reason.startswith(f"round 2: {metric} 5")
+
+
 SCHEDULES = {
     "sync": {"cohort": 4},
     "kasync": {"name": "kasync", "k": 2, "concurrency": 4, "client_speeds": {"name": "lognormal"}},
