@@ -128,6 +128,8 @@ def test_a_run_ends_after_the_same_round_and_as_finished_also_when_it_is_resumed
         tracking=False,
     )
     assert part.stopped and part.early_stop == "" and "accuracy" in part.history[-1]
+    with pytest.raises(ConfigError, match=r"^evaluate\.every: would change the result"):
+        reopen(tmp_path / "part", ["evaluate.every=2"])
     again = execute(*reopen(tmp_path / "part"), tracker=Untracked())
     assert (again.digest, again.early_stop) == (whole.digest, whole.early_stop)
     with pytest.raises(ConfigError, match=f"stop: the run in .* is finished, round {end}"):
