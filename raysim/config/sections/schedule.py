@@ -59,7 +59,8 @@ class ByData(Jittered):
 class Trace(Jittered):
     """Measured times from a CSV file; virtual time is in seconds.
 
-    A task takes down + up + seconds_per_sample times the examples it trains on.
+    A task takes down + up + seconds_per_sample times its examples. Each local step counts a whole
+    batch of `batch_size` (at most the client's examples), each epoch the client's examples.
     """
 
     name: Literal["trace"]
