@@ -13,12 +13,17 @@ from raysim.spelling import did_you_mean
 ROUND_METRICS = (
     "train_loss",
     "clients/used",
+    "clients/never_seen",
+    "clients/failed",
+    "clients/dropped_out",
+    "clients/missed_deadline",
+    "clients/discarded_stale",
     "bytes_up",
     "bytes_down",
     "system/clients_per_second",
     "system/round_seconds",
 )
-"""Metrics that every round logs; other metrics with a / in their name depend on the method."""
+"""Metrics of rounds, not of evaluations; others with a / in their name depend on the method."""
 
 OF_CLIENTS = ("clients", "held_out", "fine_tuned", "held_out_fine_tuned", "participation_gap")
 """First parts of the names of metrics that evaluations of clients log."""
@@ -99,9 +104,10 @@ class StopRule:
 
 def _rounds_between_values(config: Config, metric: str) -> int:
     """Return after how many rounds a metric has its next value."""
+    if metric in ROUND_METRICS:
+        return 1
     clients = config.evaluate.clients
     if clients is not None and metric.partition("/")[0] in OF_CLIENTS:
         return clients.every
     bare = metric.removeprefix("val/").removeprefix("accuracy/")
-    is_evaluated = "/" not in bare and metric not in ROUND_METRICS
-    return config.evaluate.every or 1 if is_evaluated else 1
+    return config.evaluate.every or 1 if "/" not in bare else 1

@@ -78,7 +78,10 @@ def virtual_time_metric(config: Config, time: float) -> Record:
         config: the configuration of the run.
         time: the virtual time at the end of the round.
     """
-    return {} if config.schedule.time_is_rounds else {"virtual_time": float(time)}
+    # Under client privacy a round may have clients without examples only; it takes no time.
+    if config.schedule.time_is_rounds and config.client_privacy is None:
+        return {}
+    return {"virtual_time": float(time)}
 
 
 def staleness_metrics(scheduled: ScheduledRound) -> Record:

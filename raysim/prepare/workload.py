@@ -235,6 +235,7 @@ def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
     rule_checks.check_rule(client_section, client, workload.problem)
     rule_checks.check_rule(server_section, server, workload.problem)
     rule_checks.check_selection(config, server)
+    rule_checks.check_differences(config, server, workload.clients)
     check_privacy(config, client, server, model)
     personal = personal_parts(config, client, model)
     all_personal = personal.size == workload.problem.size

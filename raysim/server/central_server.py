@@ -359,6 +359,8 @@ class Server:
         are means over the clients that remain.
         """
         weight_in_sums = sum(reports.weights)
+        if weight_in_sums == 0:  # no rule can weigh these by themselves
+            return 0.0
         with self._names_errors(rule, "weigh", reports.round):
             reports.weights = rule.weigh(cohort)
         return weight_in_sums / sum(reports.weights)

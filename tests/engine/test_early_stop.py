@@ -81,6 +81,16 @@ def test_a_metric_is_not_missed_between_two_evaluations(metric):
     assert rule.reason.startswith(f"round 4: {metric} 0.6")
 
 
+@pytest.mark.parametrize("metric", ["clients/used", "clients/dropped_out", "train_loss"])
+def test_a_metric_of_rounds_counts_in_each_round_beside_evaluations_of_clients(metric):
+    evaluate = {"every": 6, "clients": {"every": 6}}
+    stop = {"metric": metric, "mode": "max", "target": 5.0}
+    rule = StopRule(explain.validate({**DIGITS_MLP, "evaluate": evaluate, "stop": stop}))
+    for done, value in enumerate((4.0, 4.0, 5.0, 4.0)):
+        rule.see({"round": float(done), "clients/used": 4.0, metric: value})
+    assert rule.reason.startswith(f"round 2: {metric} 5")
+
+
 SCHEDULES = {
     "sync": {"cohort": 4},
     "kasync": {"name": "kasync", "k": 2, "concurrency": 4, "client_speeds": {"name": "lognormal"}},
@@ -118,6 +128,8 @@ def test_a_run_ends_after_the_same_round_and_as_finished_also_when_it_is_resumed
         tracking=False,
     )
     assert part.stopped and part.early_stop == "" and "accuracy" in part.history[-1]
+    with pytest.raises(ConfigError, match=r"^evaluate\.every: would change the result"):
+        reopen(tmp_path / "part", ["evaluate.every=2"])
     again = execute(*reopen(tmp_path / "part"), tracker=Untracked())
     assert (again.digest, again.early_stop) == (whole.digest, whole.early_stop)
     with pytest.raises(ConfigError, match=f"stop: the run in .* is finished, round {end}"):

@@ -104,7 +104,9 @@ def test_private_cohorts_do_not_show_who_has_examples():
     """ε counts on a pool that is the same whatever examples a client has; nothing is drawn again."""
     private = {"unit": "client", "clip_norm": 1.0, "noise_multiplier": 0.5}
     result = run(30, privacy=private, schedule={"cohort": 3})
-    assert min(row["clients/used"] for row in result.history[1:]) < 3
+    used = [row["clients/used"] for row in result.history[1:]]
+    assert min(used) < 3
+    assert result.history[-1]["virtual_time"] == np.count_nonzero(used)
     epsilon = result.history[-1]["privacy/epsilon"]
     again = run(0, privacy=private, schedule={"cohort": 3}).history[-1]["privacy/epsilon"]
     assert epsilon < again  # 3 of 36, not 3 of 6

@@ -1,10 +1,12 @@
 """The registry of metrics: short runs log nothing that it lacks, and nothing that is always zero."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support import programs
 
 import raysim
 from raysim import metrics
@@ -16,6 +18,7 @@ from raysim.rules import Logged
 from raysim.rules.methods import registry
 from raysim.schedule import make_schedule
 
+OWN = Path(programs.__file__).with_name("sampling_own.py")
 ASYNCHRONOUS = {"name": "kasync", "k": 2, "concurrency": 4}
 RUNS: dict[str, dict[str, Any]] = {
     "sync": {"algorithm": "scaffold"},
@@ -82,6 +85,7 @@ def test_what_cannot_happen_is_not_counted(base):
     ("schedule", "is_rounds"),
     [
         ({}, True), ({"sampling": "samples"}, True), ({"sampling": "poisson"}, False),
+        ({"sampling": {"name": f"{OWN}:Newest", "skip": 9}}, False),
         ({"deadline": 0.5}, False), ({"client_speeds": "lognormal"}, False),
         ({"client_dropout": {"rate": 0.9, "rejoin_after": 3.5}}, False),
         ({"availability": {"period": 9.0, "open": 0.5}}, False),

@@ -115,6 +115,18 @@ def test_a_task_in_which_no_client_has_a_batch_is_refused(setup):
         prepare(setup)
 
 
+@pytest.mark.parametrize("phases", [CLASSES, CLASSES | {"name": "redraw"}])
+def test_sums_of_differences_to_last_uploads_have_no_weights_that_change(phases, setup):
+    """A last upload of weight 1 would be taken back with the weight of a later phase."""
+    partition = {"name": "dirichlet", "clients": 12, "alpha": 0.5}
+    setup |= {"algorithm": {"name": "mifa", "weights": "samples"}, "partition": partition}
+    prepare(setup)
+    partition["phases"] = phases
+    with pytest.raises(ConfigError, match=r"^algorithm\.weights: .*'delta' .* partition\.phases"):
+        prepare(setup)
+    prepare({**setup, "algorithm": "mifa"})
+
+
 @pytest.mark.parametrize("schedule", [KASYNC, BUFFERED])
 def test_an_asynchronous_client_trains_on_the_task_of_the_version_that_it_received(
     schedule, setup, engine

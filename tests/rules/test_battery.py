@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ registry.discover()
 
 
 FAILING = program("battery_failing")
+ONE_CLIENT_COUNTS = program("battery_one_counts")
 
 
 @cache
@@ -476,6 +478,18 @@ def test_a_clients_own_exception_has_its_name_and_round(policy, engine, config, 
     messages = [message for message in caplog.messages if round_name(first) in message]
     assert len(messages) == 1 and f"client {BAD}" in messages[0] and what in messages[0]
     assert_sound(run)
+
+
+def test_a_round_of_which_no_weight_is_left_does_not_change_the_model(engine, config, source):
+    """The only client that counts fails from the second round on."""
+    failing = {"name": source("failing", FAILING) + ":Failing", "size": SIZES[BAD], "since": 1}
+    server = {"name": source("one", ONE_CLIENT_COUNTS) + ":One", "size": SIZES[BAD]}
+    given = {"client": failing, "server": server, "faults": {"on_client_error": "drop"}}
+    everybody = {"cohort": np.count_nonzero(SIZES)}
+    run, records = engine({**config("fedavg", "fedavg"), **given, "schedule": everybody})
+    assert [record["clients/failed"] for record in records[1:]] == [0, 1, 1]
+    changes = [not np.array_equal(*xs) for xs in pairwise(run.executor.xs)]
+    assert changes[:3] == [True, False, False]
 
 
 # --- the smallest net

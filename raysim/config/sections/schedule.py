@@ -59,7 +59,8 @@ class ByData(Jittered):
 class Trace(Jittered):
     """Measured times from a CSV file; virtual time is in seconds.
 
-    A task takes down + up + seconds_per_sample times the examples it trains on.
+    A task takes down + up + seconds_per_sample times its examples. Each local step counts a whole
+    batch of `batch_size` (at most the client's examples), each epoch the client's examples.
     """
 
     name: Literal["trace"]
@@ -206,11 +207,12 @@ class Sync(Clocked):
     def time_is_rounds(self) -> bool:
         """Whether every round takes one unit: equal speeds, everybody available and awaited.
 
-        Rounds of Poisson sampling may be empty; these take no time.
+        Rounds of Poisson sampling and of a user's rule may be empty; these take no time.
         """
+        may_be_empty = isinstance(self.sampling, PoissonSampling | OwnSampling)
         all_alike = isinstance(self.client_speeds, Constant) and self.deadline is None
         nobody_away = self.client_dropout is None and self.availability is None
-        return all_alike and nobody_away and not isinstance(self.sampling, PoissonSampling)
+        return all_alike and nobody_away and not may_be_empty
 
     def largest_round(self, n_clients: int) -> int:
         """Return the largest number of clients that a round can have, of `n_clients`.

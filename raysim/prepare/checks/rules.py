@@ -15,6 +15,7 @@ from raysim.config.schema import Config
 from raysim.config.sections.local import Local
 from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.config.sections.schedule import Sync, UniformSampling
+from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.data.partition.groups import local_of_groups
 from raysim.errors import ConfigError, errors_begin
 from raysim.metrics import find_metric
@@ -198,6 +199,31 @@ def check_selection(config: Config, server: ServerRule) -> None:
         )
     if config.privacy is not None:
         logger.warning("privacy: %s; the training losses that it sees get no noise", selects)
+
+
+def check_differences(
+    config: Config, server: ServerRule, clients: Clients | VirtualClients
+) -> None:
+    """Check that clients keep their weights in sums of differences to their last uploads.
+
+    Args:
+        config: the configuration of the run.
+        server: the server rule.
+        clients: the partition of the training examples over the clients.
+
+    Raises:
+        ConfigError: clients count by their numbers of examples, which change over the rounds.
+    """
+    keys = with_mode(server.uploads, "difference")
+    first, *later = clients.sizes_by_round.phases
+    if not keys or server.weights != "samples" or all(np.array_equal(first, n) for n in later):
+        return
+    # A last upload would be taken back with the weight of today, not with the one that it had.
+    raise ConfigError(
+        f"{config.section_of_rule('server')}.weights: server rule '{server.name}' adds up the "
+        f"differences of '{keys[0]}' to each client's last upload, and partition.phases changes "
+        "the clients' numbers of examples; use weights=uniform, or leave partition.phases out"
+    )
 
 
 def warn_of_averaged_statistics(server: ServerRule, model: Model, personal: PersonalParts) -> None:
