@@ -46,6 +46,18 @@ def test_each_client_trains_the_model_that_it_is_sent(mode, config, engine):
     assert records[-1]["bytes_down"] == records[-1]["bytes_up"] == used * NET.size * 8
 
 
+@pytest.mark.parametrize("seed", [0, 3, 11])
+def test_a_resumed_run_counts_the_bytes_that_clients_are_sent(seed, config, base):
+    schedule = {"name": "buffered", "buffer_size": 1, "concurrency": 5}
+    schedule |= {"client_dropout": {"rate": 0.6}}
+    given = base | config(server="FILE:TwoModels", schedule=schedule, rounds=8) | {"seed": seed}
+    whole = raysim.run(given | {"run_dir": base["run_dir"] + "-whole"})
+    stopped = raysim.run(given | {"rounds": 4})
+    resumed = raysim.resume(stopped.run_dir, {"rounds": 8})
+    sent = [[record["bytes_down"] for record in r.history[1:]] for r in (whole, resumed)]
+    assert sent[0] == sent[1]
+
+
 def test_the_start_of_each_client_is_its_base(config, engine):
     _, records = engine(config(client="FILE:Starts", server="FILE:Based"))
     assert records[-1]["server/far"] == 0

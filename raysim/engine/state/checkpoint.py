@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
 from pydantic import Field
@@ -53,6 +53,7 @@ class Facts(TypedDict):
     round: Annotated[int, Field(ge=0)]
     bytes_down: int
     bytes_up: int
+    version_bytes: NotRequired[dict[str, int]]
     history: list[dict[str, float]]
     recoveries: dict[str, float]
     run_id: str

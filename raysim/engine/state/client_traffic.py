@@ -21,18 +21,18 @@ class RunTraffic:
         """
         self.down = self.up = 0
         self._estimate = estimate
-        self._sizes: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
         """The bytes of the versions that clients have received and that a client still needs."""
 
     def restore(self, down: int, up: int, sizes: dict[int, int]) -> None:
-        """Set the traffic to that of a checkpoint, with the bytes of the versions in it.
+        """Set the traffic to that of a checkpoint.
 
         Args:
             down: bytes that clients have received since the run began.
             up: bytes that they have sent.
-            sizes: bytes of each version in the checkpoint, by number.
+            sizes: the known bytes of versions, by number.
         """
-        self.down, self.up, self._sizes = down, up, sizes
+        self.down, self.up, self.sizes = down, up, sizes
 
     def version_bytes(self, version: int) -> int:
         """Return the bytes of a version, or of the newest known one if no client received it.
@@ -40,9 +40,9 @@ class RunTraffic:
         Args:
             version: number of the version.
         """
-        if not self._sizes:
+        if not self.sizes:
             return self._estimate()
-        return self._sizes.get(version, self._sizes[max(self._sizes)])
+        return self.sizes.get(version, self.sizes[max(self.sizes)])
 
     def count(
         self,
@@ -63,7 +63,7 @@ class RunTraffic:
             versions: the versions of the model that a client still needs, the newest included.
         """
         for outcome in results.workers:
-            self._sizes |= outcome.versions
+            self.sizes |= outcome.versions
         not_trained = scheduled.dropped_out + scheduled.missed_deadline + scheduled.discarded_stale
         self.down += sum(self.version_bytes(arrival.base) for arrival in scheduled.arrivals)
         n_others = not_trained + scheduled.selection.n_only_evaluated
@@ -71,5 +71,5 @@ class RunTraffic:
             self.down += self.version_bytes(max(versions)) * n_others
         self.up += sum(result.bytes for result in used)
         # The newest size also stands for versions of unknown size, see `version_bytes`.
-        newest = max(self._sizes, default=None)
-        self._sizes = {v: n for v, n in self._sizes.items() if v in versions or v == newest}
+        newest = max(self.sizes, default=None)
+        self.sizes = {v: n for v, n in self.sizes.items() if v in versions or v == newest}

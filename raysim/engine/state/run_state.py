@@ -116,6 +116,7 @@ class RunState(Generic[ModelHandle]):
             "round": self.done,
             "bytes_down": self.traffic.down,
             "bytes_up": self.traffic.up,
+            "version_bytes": self.traffic.sizes,
             "history": self.history,
             "recoveries": self.all_recoveries(executor),
             "run_id": run_id,
@@ -154,10 +155,10 @@ class RunState(Generic[ModelHandle]):
             v: executor.upload_version(version) for v, version in saved.versions.items()
         }
         self.done, self.history = saved.facts["round"], saved.facts["history"]
-        received_bytes = self.plan.personal.received_bytes
+        sizes = saved.facts.get("version_bytes", {})
         self.traffic.restore(
             saved.facts["bytes_down"],
             saved.facts["bytes_up"],
-            {v: received_bytes(version) for v, version in saved.versions.items()},
+            {int(version): size for version, size in sizes.items()},
         )
         self.recoveries = Counter(saved.facts["recoveries"])
