@@ -270,7 +270,7 @@ def sensitivity_report(
             records.append((effect.name, effect.share, group, mean))
     frame = pd.DataFrame(records, columns=["parameter", "share", "group", "mean"])
     title = f"{statistic} {metric}"
-    text = f"{sensitivity.effects_markdown(effects, metric)}\n{len(runs)} runs"
+    text = f"{sensitivity.effects_markdown(effects, metric)}\n{len(effects[0].points)} runs"
     clouds = sensitivity.clouds(effects)
     return Report(runs, frame, text, lambda path: plots.plot_scatter(clouds, title, path))
 

@@ -16,6 +16,8 @@ from mlflow.entities import Metric, Param
 
 import raysim
 from raysim.errors import ConfigError
+from raysim.reports.analysis.speedup import ends
+from raysim.reports.tracked import TrackedRun
 from raysim.tracking import mlflow_client
 
 pytestmark = pytest.mark.usefixtures("pictures")
@@ -61,7 +63,7 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
             for rounds in (50 // cohort, 500 // cohort):
                 value = (1 + seed / 10) * (cohort * rounds) ** -0.5
                 given = {"schedule__cohort": cohort, "seed": seed, "rounds": rounds}
-                run(law, {"theory/grad_norm2_mean": [value]}, **given)
+                run(law, {"theory/grad_norm2_mean": [math.nan] * rounds + [value]}, **given)
     weather = client.create_experiment("weather", artifact_location=place)
     best = {"evaluate__best__metric": "mse", "evaluate__best__mode": "min"}
     for lr, errors in ((0.1, [4.0, 2.0, 3.0]), (0.01, [4.0, 3.5, 3.0])):
@@ -227,6 +229,8 @@ def test_speedup(uri):
     expected = ((1 + frame.seed / 10) / 0.1) ** 2 / frame["schedule.cohort"]
     assert frame.rounds.tolist() == pytest.approx(expected.tolist())
     assert frame.attrs["slope"] == pytest.approx(-1) and frame.attrs["seeds"] == 2
+    stopped = TrackedRun("r", {"seed": "0", "rounds": "1000", "x": "2"}, [(20, 0.3), (40, 0.1)])
+    assert ends([stopped], "x") == [(0, 2, 40, 0.1)]
 
 
 def test_claims(uri, tmp_path: Path):

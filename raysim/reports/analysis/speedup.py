@@ -146,5 +146,6 @@ def ends(runs: Sequence[TrackedRun], over: str) -> list[tuple[int, float, int, f
             raise ConfigError(
                 f"over (--over): the values of {over} are not numbers; choose a numeric parameter"
             ) from None
-        ended.append((int(run.params["seed"]), x, int(run.params["rounds"]), run.history[-1][1]))
+        T, last = run.history[-1]  # `stop` may have ended it before its `rounds`
+        ended.append((int(run.params["seed"]), x, T, last))
     return ended
