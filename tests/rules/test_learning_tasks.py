@@ -26,6 +26,8 @@ PREDICTED = TARGETS + RNG.standard_normal((N, 3))
 TOKENS = RNG.integers(0, K, (N, T))
 LENGTHS = RNG.integers(0, T + 1, N)
 NEXT = np.where(np.arange(T) < LENGTHS[:, None], TOKENS, -100)
+HAVE_TOKENS = LENGTHS > 0
+"""Whether there is a token to predict in a sequence."""
 TOKEN_LOGITS = RNG.standard_normal((N, T, K))
 
 
@@ -254,6 +256,6 @@ def test_the_number_of_outputs():
     assert NextToken(vocabulary=50).outputs(data(TOKENS, NEXT)) == 50
     for task, examples in (
         (Classification(), data(X, LABELS, K)),
-        (NextToken(), data(TOKENS, NEXT)),
+        (NextToken(), data(TOKENS[HAVE_TOKENS], NEXT[HAVE_TOKENS])),
     ):
         task.check(examples)

@@ -153,7 +153,9 @@ def test_a_damaged_checkpoint_is_passed_over(run, tmp_path):
             lines: list[str] = []
             read = checkpoint.read_latest(copy, lines.append)
             assert read is not None and read.facts["round"] == (1 if lines else 2), name
-            assert lines or "raysim" in name or "a list" in name, (file, name)
+            # Checkpoints of earlier versions have no `version_bytes`.
+            is_harmless = any(part in name for part in ("raysim", "a list", "version_bytes"))
+            assert lines or is_harmless, (file, name)
             newest = str(copy / home)
             assert all(newest in line and "trying the one before" in line for line in lines)
             assert checkpoint.read_best(copy, lines.append) is not None

@@ -194,9 +194,10 @@ class NextToken(LearningTask):
                 )
             vocabulary = "task.vocabulary" if self.vocabulary else "vocabulary"
             _refuse_outside(x, size, f"x of {half} example", "token", vocabulary)
-            self._refuse_empty(half, y)
             kept = np.where(y == self.ignore_index, 0, y)
             _refuse_outside(kept, size, f"y of {half} example", "token", vocabulary)
+        for half, _, y in data.halves():
+            self._refuse_empty(half, y)
 
     def _refuse_empty(self, half: str, y: np.ndarray) -> None:
         """Refuse sequences without a token to predict, which would count as a loss of 0."""
