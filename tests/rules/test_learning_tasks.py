@@ -27,7 +27,7 @@ TOKENS = RNG.integers(0, K, (N, T))
 LENGTHS = RNG.integers(0, T + 1, N)
 NEXT = np.where(np.arange(T) < LENGTHS[:, None], TOKENS, -100)
 HAVE_TOKENS = LENGTHS > 0
-"""Whether there is a token to predict in a sequence."""
+"""Which sequences have a token to predict, bool [N]."""
 TOKEN_LOGITS = RNG.standard_normal((N, T, K))
 
 
