@@ -35,7 +35,7 @@ SIDES = ("client side", "server side", "both sides")
 SCENARIO_KEY_PREFIXES = ("data.", "partition.", "model.", "groups.", "schedule.", "privacy.")
 """Prefixes of the parameters that define the scenario in which methods are compared."""
 
-_DERIVED_KEY_PREFIXES = ("files", "client.", "server.", "batching.", "model.", "schedule.")
+_DERIVED_KEY_PREFIXES = ("files", "client.", "server.", "batching.")
 _DERIVED_KEY_PREFIXES += ("evaluate.clients", "evaluate.theory")
 _DERIVED_KEY_PREFIXES += ("evaluate.forgetting", "evaluate.probes")
 """Prefixes of keys that mostly follow from the name of an algorithm or another section, or that
@@ -459,6 +459,8 @@ def _may_follow(key: str, runs: pd.DataFrame, keys: Sequence[str]) -> bool:
         # Without an algorithm the pair of rules is the method, and both have to be shown.
         return "algorithm.name" in runs and "null" not in runs["algorithm.name"].tolist()
     if key.startswith(_DERIVED_KEY_PREFIXES):
+        return True
+    if key.startswith(("model.", "schedule.")) and f"{key.partition('.')[0]}.name" in keys:
         return True
     # Keys that only some optimizers have, say, follow from the name of the optimizer.
     if "null" in runs[key].tolist() and f"{key.rpartition('.')[0]}.name" in keys:

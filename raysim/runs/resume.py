@@ -305,7 +305,7 @@ def _kept_tensors(plan: Plan) -> set[str]:
         section = group.config.local.optimizer
         optimizer = make_optimizer(section)
         if optimizer is not None and section.state == "keep":
-            names |= set(kept(optimizer.start(model.initial()[0])))
+            names |= set(kept(optimizer.start(model.initial()[0]), model.segments))
     return names
 
 

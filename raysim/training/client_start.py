@@ -245,7 +245,10 @@ class ClientStart:
         optimizer = self.settings.optimizer
         if optimizer is None or self.config.local.optimizer.state == "reset":
             return None
-        return kept_state(optimizer, client_task.client_state or {}, self.parts.x0)
+        model = self.parts.model
+        return kept_state(
+            optimizer, client_task.client_state or {}, self.parts.x0, model.segments
+        )
 
     def prepared_batches(
         self, task: LoopTask, client: ReceivedModel

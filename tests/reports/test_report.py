@@ -231,10 +231,12 @@ def test_what_an_algorithm_sets_by_default_is_no_column():
     assert compared() == ["algorithm.name", "partition.alpha"]
     chosen = ["algorithm.name", "partition.alpha", "local.personal"]
     assert compared(ditto='["norm"]') == compared(fedper='["norm"]') == chosen
-    steps = [
-        run([0.5], algorithm=name, local__steps=n) for name, n in (("moon", 5), ("fedprox", 9))
-    ]
-    assert list(rows(steps)[0].parameters) == ["algorithm.name", "local.steps"]
+    for key in ("local.steps", "schedule.cohort", "model.hidden"):
+        lockstep = [
+            run([0.5], algorithm=name, **{key.replace(".", "__"): value})
+            for name, value in (("moon", 5), ("fedprox", 9))
+        ]
+        assert list(rows(lockstep)[0].parameters) == ["algorithm.name", key]
     fraction: dict[str, Any] = {"partition__val__fraction": 0.2, "partition__val__matched": "false"}
     plain = run([0.5], algorithm="fedavg", partition__val="null")
     assert list(rows([plain, run([0.5], algorithm="fedfomo", **fraction)])[0].parameters) == [

@@ -296,14 +296,17 @@ def test_groups_have_optimizers_of_their_own(mode, planned):
 
 
 @both_modes
+@pytest.mark.parametrize("net", ["mlp", "two heads"])
 @pytest.mark.parametrize(
     "name", ["momentum", "dampening", "adamw", "amsgrad", "all of rmsprop", "all of adagrad"]
 )
-def test_moments_are_kept_or_begin_anew(name, mode, planned):
+def test_moments_are_kept_or_begin_anew(name, net, mode, planned, source):
     """Kept: one optimizer of torch for all rounds of a client. Anew: one for each round."""
     section, make = OPTIMIZERS[name]
+    file = source("nets", program("gpu_nets"))
+    model = {"model": f"{file}:two_heads"} if net == "two heads" else {}
     for state in ("keep", "reset"):
-        plan = planned(mode, {"optimizer": {**section, "state": state}})
+        plan = planned(mode, {"optimizer": {**section, "state": state}}, **model)
         trainer, x = make_trainer(plan, "cpu").trainers[0], plan.initial[0]
         clients = [Torch(plan, make) for _ in SIZES]
         rows: list[Any] = [None] * len(SIZES)

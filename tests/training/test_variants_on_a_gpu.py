@@ -170,6 +170,18 @@ def test_a_variant_on_a_gpu(variant, configured):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adamw"])
+def test_parts_that_a_step_leaves_alone_keep_their_count(optimizer, configured):
+    """The net asks for a value, so that its steps are not captured but use the lane's memory."""
+    sections = {"model": "NETS:two_heads", "local": {"optimizer": OPTIMIZERS[optimizer]}}
+    on_cpu = raysim.run(configured(0.0, **sections), tracking=False)
+    with pretended_gpu() as gpu:
+        on_gpu = raysim.run(configured(1.0, **sections), tracking=False)
+    assert not gpu.faults
+    assert_same_bits(on_cpu, on_gpu)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedhist"])
 def test_a_resumed_run_on_a_gpu(algorithm, configured):
     sections = {

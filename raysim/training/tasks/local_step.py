@@ -73,7 +73,7 @@ def downhill(
     if settings.optimizer is not None:
         direction, moved = settings.optimizer.direction(direction, w, optimizer_state)
         if idle is not None:
-            # A number of the state, such as Adam's count of steps, becomes one for each parameter.
+            # Adam's count of steps becomes one for each parameter: see `optimizers.COUNTS`.
             moved = {k: torch.where(idle, optimizer_state[k], v) for k, v in moved.items()}
         optimizer_state = moved
     if idle is not None:

@@ -8,7 +8,7 @@ the optimizer of the same name in torch.optim.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -203,9 +203,15 @@ def make_optimizer(section: sections.AnyOptimizer) -> Optimizer | None:
 KEPT = "optimizer "
 """Beginning of the keys under which a client keeps its optimizer's state."""
 
+COUNTS = ("step", "started")
+"""State that is one number, or [P] after a step that left some parameters alone."""
+
 
 def kept_state(
-    optimizer: Optimizer, client_state: Mapping[str, np.ndarray], w: Tensor
+    optimizer: Optimizer,
+    client_state: Mapping[str, np.ndarray],
+    w: Tensor,
+    segments: Sequence[int],
 ) -> State | None:
     """Return the state of an optimizer that a client kept; None if it kept none.
 
@@ -213,17 +219,33 @@ def kept_state(
         optimizer: the optimizer.
         client_state: what the client kept, by key.
         w: [P], a vector of the type and on the device of the parameters.
+        segments: sizes of the net's tensors of parameters.
     """
-    new = optimizer.start(w)
-    if not all(KEPT + key in client_state for key in new):
-        return None
-    return {key: own_copy(client_state[KEPT + key], value) for key, value in new.items()}
+    state = {}
+    for key, value in optimizer.start(w).items():
+        if KEPT + key not in client_state:
+            return None
+        array = client_state[KEPT + key]
+        if key in COUNTS:
+            is_one = (array == array[0]).all()
+            array = array[0] if is_one else np.repeat(array, segments)
+        state[key] = own_copy(array, value)
+    return state
 
 
-def kept(state: State) -> State:
+def kept(state: State, segments: Sequence[int]) -> State:
     """Return an optimizer's state under the keys of the client state.
+
+    All clients have to keep the same shapes, so that there is a count for each tensor.
 
     Args:
         state: the state of the optimizer.
+        segments: sizes of the net's tensors of parameters.
     """
-    return {KEPT + key: value for key, value in state.items()}
+    starts = [sum(segments[:index]) for index in range(len(segments))]
+    by_tensor = {
+        key: value[starts] if value.dim() else value.repeat(len(segments))
+        for key, value in state.items()
+        if key in COUNTS
+    }
+    return {KEPT + key: value for key, value in {**state, **by_tensor}.items()}

@@ -195,6 +195,19 @@ class LaneMemory:
             if key.startswith(prefix)
         }
 
+    def make_room(self, optimizer_state: State) -> None:
+        """Let a count have one number for each parameter, if a step left some of them alone.
+
+        Args:
+            optimizer_state: the optimizer's state after the step.
+        """
+        for key, value in optimizer_state.items():
+            memory = self.tensors[f"optimizer {key}"]
+            if memory.shape != value.shape:
+                self.tensors[f"optimizer {key}"] = memory.expand(value.shape).clone()
+                # Steps that were captured before count in the memory of one number.
+                self.steps.clear()
+
     def written(self) -> list[Tensor]:
         """Return the tensors that a step may write, and the parameters."""
         kinds = "state ", "optimizer ", "buffers", ACCUMULATED
@@ -273,6 +286,7 @@ class LaneSteps(LocalSteps):
         try:
             super().make(batch, place)
             _write(self.state, {"w": task.local_params, **memory.part("state")})
+            memory.make_room(task.optimizer_state)
             _write(task.optimizer_state, memory.part("optimizer"))
             _write({"buffers": task.buffers}, {"buffers": memory.tensors["buffers"]})
             return task.losses[0], task.logged or {}

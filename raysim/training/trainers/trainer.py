@@ -136,7 +136,7 @@ class Trainer(ABC):
             state = brought_to(self.rule.state(self.task), self.model.device)
         optimizer, chain = self.settings.optimizer, self.finish.chain
         if optimizer is not None and self.config.local.optimizer.state == "keep":
-            state |= kept(optimizer.start(self.x0))
+            state |= kept(optimizer.start(self.x0), self.task.segments)
         if chain is not None:
             state |= chain.new_memory(self.uploads.declared, self.x0)
         return state

@@ -127,7 +127,7 @@ class ClientFinish:
         client_state = {k: v for k, v in rows.items() if k != "seen"} | self.uploads.kept(report)
         client_state |= self.padding | self.uploads.personal.kept(state["w"], task.buffers)
         if self.config.local.optimizer.state == "keep":
-            client_state |= kept(task.optimizer_state)
+            client_state |= kept(task.optimizer_state, task.segments)
         return client_state
 
 
