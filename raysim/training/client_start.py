@@ -246,9 +246,7 @@ class ClientStart:
         if optimizer is None or self.config.local.optimizer.state == "reset":
             return None
         model = self.parts.model
-        return kept_state(
-            optimizer, client_task.client_state or {}, self.parts.x0, model.segments
-        )
+        return kept_state(optimizer, client_task.client_state or {}, self.parts.x0, model.segments)
 
     def prepared_batches(
         self, task: LoopTask, client: ReceivedModel
