@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from raysim.randomness import generator
 from raysim.spelling import did_you_mean
 
 DRAWN_DIGITS = 4
-"""Significant digits of a drawn number."""
+"""Significant digits of a drawn number, and more in a narrow range: at least 100 numbers are in it."""
 
 _DRAW_FORMS = {
     "uniform": "uniform(low, high), numbers with low < high",
@@ -67,7 +68,9 @@ class Draw:
         if self.kind == "randint":
             return low + int(u * (high - low))
         value = low + u * (high - low) if self.kind == "uniform" else low * (high / low) ** u
-        return min(max(float(f"{value:.{DRAWN_DIGITS}g}"), low), high)
+        width = (high - low) / max(abs(low), abs(high))
+        digits = max(DRAWN_DIGITS, 2 + math.ceil(-math.log10(width)))
+        return min(max(float(f"{value:.{digits}g}"), low), high)
 
     def __str__(self) -> str:
         return f"{self.kind}({', '.join(map(as_text, self.arguments))})"

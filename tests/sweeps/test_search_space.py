@@ -390,6 +390,7 @@ def test_draws_have_the_distribution_that_was_asked_for():
     errors = 4 * np.sqrt(at * (1 - at) / count)
     for text, cumulative in (
         ("uniform(-1,3)", lambda x: (x + 1) / 4),
+        ("uniform(0.99901,0.99908)", lambda x: (x - 0.99901) / 7e-5),
         ("loguniform(0.001,10)", lambda x: np.log(x / 0.001) / np.log(10 / 0.001)),
     ):
         assert (np.abs(cumulative(np.quantile(drawn(text, count), at)) - at) < errors).all(), text
