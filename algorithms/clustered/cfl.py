@@ -47,8 +47,11 @@ class CFLServer(ServerRule):
             mine = cluster[ids] == c
             deltas = reports.per_client("delta")[mine]
             models[cluster == c] -= self.lr * deltas.mean(0)
-            if deltas.mean(0).norm() < self.eps1 and deltas.norm(dim=1).max() > self.eps2:
-                half = fclusterdata(deltas.cpu(), 2, "maxclust", "cosine", method="single")
+            is_stationary = len(deltas) > 1 and deltas.mean(0).norm() < self.eps1
+            if is_stationary and deltas.norm(dim=1).max() > self.eps2:
+                # Of vectors of length 1 the nearest ones have the largest cosine.
+                units = deltas / deltas.norm(dim=1, keepdim=True).clamp(min=1e-30)
+                half = fclusterdata(units.cpu(), 2, "maxclust", method="single")
                 cluster[ids[mine][half == 2]] = cluster.max() + 1
         return {**state, "models": models, "cluster": cluster}
 

@@ -4,7 +4,7 @@ The model is trained for the worst mixture of clients: min_w max_λ Σ_k λ_k F_
 is a domain. Clients make local steps of SGD from x. With the losses F_k of x on their data the
 server moves x <- x - lr Σ_k λ_k delta_k / Σ_k λ_k over the round's clients, and then λ_k <- λ_k
 exp(gamma F_k) for them, divided by the sum over all clients (exponentiated gradient). λ is 1 / N at
-first.
+first. Its logarithm is kept, which neither large losses nor many rounds overflow.
 
 Mohri 2019 makes one step of SGD in a round, and projects λ + gamma F on the simplex. FedJAX knows
 domains of which a client has several, counts their examples over a window of rounds, and divides
@@ -46,17 +46,18 @@ class AgnosticFedAvgServer(ServerRule):
     """Step size of the clients' weights. 0 is FedAvg, up to rounding."""
 
     def init(self, x0, problem):
-        return {"x": x0, "lambda": x0.new_full((problem.n_clients,), 1 / problem.n_clients)}
+        N = problem.n_clients
+        return {"x": x0, "log_lambda": x0.new_full((N,), 1 / N).log()}
 
     def update(self, state, reports):
-        weights = state["lambda"].clone()
-        of_round = weights[reports.ids] / weights[reports.ids].sum()
+        logs = state["log_lambda"].clone()
+        of_round = logs[reports.ids].softmax(0)
         reports.set_weights(of_round.tolist())
         x = state["x"] - self.lr * of_round @ reports.per_client("delta")
-        weights[reports.ids] *= (self.gamma * reports.per_client("F")[:, 0]).exp()
-        weights /= weights.sum()
-        reports.log(lambda_max=weights.max())
-        return {"x": x, "lambda": weights}
+        logs[reports.ids] += self.gamma * reports.per_client("F")[:, 0]
+        logs = logs.log_softmax(0)
+        reports.log(lambda_max=logs.max().exp())
+        return {"x": x, "log_lambda": logs}
 
 
 Algorithm(

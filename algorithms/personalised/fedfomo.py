@@ -62,6 +62,7 @@ class FedFomoServer(ServerRule):
     """The last local model of each client, and who is sent to whom."""
 
     counts_equally = True
+    steps_by_lr = False
     provides = ("x", "models", "chosen")
     uploads = {"delta": "per_client", "w": "per_client", "ids": "per_client"}
     M: PositiveInt = 5
@@ -100,7 +101,7 @@ class FedFomoServer(ServerRule):
     def update(self, state, reports):
         i = torch.tensor(reports.ids, device=state["x"].device)
         models, P = state["models"].clone(), state["P"].clone()
-        models[i] = state["x"] - self.lr * reports.per_client("delta")
+        models[i] = state["x"] - reports.per_client("delta")
         n = reports.per_client("ids").long().clamp(min=0)  # those that are no model weigh 0
         P[i] = P[i].scatter_add(1, n, reports.per_client("w"))
         return {**state, "models": models, "P": P}

@@ -46,8 +46,11 @@ class BulyanServer(ServerRule):
         left, selected = list(range(len(deltas))), []
         while len(selected) < max(len(deltas) - 2 * f, 1):
             neighbours = max(len(left) - f - 2, 1)
-            nearest = squared[left][:, left].sort(dim=1).values[:, 1 : neighbours + 1]
-            selected.append(left.pop(int(nearest.sum(1).argmin())))
+            ascending = squared[left][:, left].sort(dim=1).values
+            scores = ascending[:, 1 : neighbours + 1].sum(1).tolist()
+            # Of two that are each other's one neighbour, the one nearer to all others is taken.
+            ranks = list(zip(scores, ascending.sum(1).tolist(), strict=True))
+            selected.append(left.pop(ranks.index(min(ranks))))
         chosen = deltas[selected]
         # `Tensor.median` has no deterministic kernel on a GPU.
         median = sort_coordinates(chosen)[(len(chosen) - 1) // 2]

@@ -1,13 +1,15 @@
 """DP-FTRL (Kairouz et al., ICML 2021).
 
-x <- x_0 - lr (sum of all rounds' clipped updates + noise) / K. The noise of the sum is that of a
-binary tree over the rounds: one normal vector for each node that the sum of rounds 1 to t consists
-of, that is for each bit of t. No sampling of clients is needed for privacy.
+x <- x_0 - lr (sum of all rounds' clipped updates + noise) / K for a cohort of K. The noise of
+the sum is that of a binary tree over the rounds: one normal vector for each node that the sum of
+rounds 1 to t consists of, that is for each bit of t. No sampling of clients is needed for privacy.
 
 Run: raysim run quickstart algorithm=dp_ftrl algorithm.noise_multiplier=0.1
 """
 
 from dataclasses import dataclass
+
+import torch
 
 from raysim.algorithms.fedavg import FedAvgClient
 from raysim.rules import Algorithm, NonNegative, Positive, PositiveInt, ServerRule
@@ -26,22 +28,39 @@ class DPFTRLServer(ServerRule):
     levels: PositiveInt = 12
     """Levels of the tree, for fewer than 2^levels rounds."""
 
+    def check(self, problem):
+        if problem.rounds >= 2**self.levels:
+            raise ValueError(
+                f"levels: a tree of {self.levels} is for fewer than {2**self.levels} rounds, and "
+                f"there are {problem.rounds}; set levels to {problem.rounds.bit_length()}"
+            )
+
     @property
     def uploads(self):
         return {"delta": "per_client"}
 
     def init(self, x0, problem):
-        return {"x": x0, "nodes": x0.new_zeros(self.levels, len(x0))}
+        return {
+            "x": x0,
+            "x0": x0,
+            "sum": torch.zeros_like(x0),
+            "nodes": x0.new_zeros(self.levels, len(x0)),
+            "K": torch.tensor(problem.cohort),
+            "t": torch.tensor(0),
+        }
 
     def update(self, state, reports):
         deltas, nodes = reports.per_client("delta"), state["nodes"].clone()
-        clipped = (self.clip / deltas.norm(dim=1)).clamp(max=1) @ deltas
-        level = ((reports.round + 1) & -(reports.round + 1)).bit_length() - 1
-        nodes[:level] = 0
-        z = reports.rng("tree").standard_normal(len(clipped))
+        total = state["sum"] + (self.clip / deltas.norm(dim=1)).clamp(max=1) @ deltas
+        t = int(state["t"]) + 1
+        level = (t & -t).bit_length() - 1
+        nodes[:level] = 0  # whose sum is in the new node
+        z = reports.rng("tree").standard_normal(len(total))
         nodes[level] = self.noise_multiplier * self.clip * nodes.new_tensor(z)
-        step = (clipped + nodes.sum(0) - state["nodes"].sum(0)) / len(deltas)
-        return {"x": state["x"] - self.lr * step, "nodes": nodes}
+        x = state["x0"] - self.lr * (total + nodes.sum(0)) / state["K"]
+        return {**state, "x": x, "sum": total, "nodes": nodes, "t": torch.tensor(t)}
 
 
-Algorithm("dp_ftrl", FedAvgClient, DPFTRLServer, "Kairouz 2021", state="server levels P, client 0")
+Algorithm(
+    "dp_ftrl", FedAvgClient, DPFTRLServer, "Kairouz 2021", state="server (3 + levels) P, client 0"
+)

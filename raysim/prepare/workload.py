@@ -166,6 +166,7 @@ def build_problem(
         classes=outputs,
         features=model.features,
         seed=config.seed,
+        rounds=config.rounds,
         n_held_out=len(clients) - clients.n_training,
         n_public=0 if dataset.public_x is None else len(dataset.public_x),
         lr=max(local.step_sizes.largest for local in local_of_groups(config)),

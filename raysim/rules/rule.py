@@ -65,6 +65,8 @@ class Problem:
     """Clients that never train (`evaluate.clients.held_out`)."""
     n_public: int = 0
     """Public examples of the data set; 0 without any."""
+    rounds: int = 0
+    """T, the rounds of the run."""
 
     @property
     def classifier_positions(self) -> Tensor:

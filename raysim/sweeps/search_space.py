@@ -31,7 +31,7 @@ from raysim.randomness import generator
 from raysim.spelling import did_you_mean
 
 DRAWN_DIGITS = 4
-"""Significant digits of a drawn number, and more in a narrow range: at least 100 numbers are in it."""
+"""Significant digits of a drawn number; more where fewer than 100 such numbers are in its range."""
 
 _DRAW_FORMS = {
     "uniform": "uniform(low, high), numbers with low < high",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from support.gallery_runs import LR, NET, SIZES
 from support.oracle_cases import MODES
+from support.server_rules import reports, rule
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -54,6 +57,17 @@ def bipartition(updates: list[np.ndarray]) -> tuple[int, ...]:
         return cosine[half == 0][:, half == 1].max()
 
     return min((h for h in product((0, 1), repeat=len(rows)) if 0 < sum(h) < len(h)), key=across)
+
+
+@pytest.mark.parametrize("sizes", [[4], [4, 4]])
+def test_cfl_does_not_split_a_client(sizes):
+    """Nor is an update of length 0, which has no cosine, an error."""
+    server = rule("clustered/cfl.py:CFLServer", eps1=9.0, eps2=0.0)
+    x0 = torch.zeros(4, dtype=torch.float64)
+    state = server.init(x0, SimpleNamespace(n_clients=3))
+    deltas = np.array([[1.0, 0, 0, 0], [0, 0, 0, 0]])[: len(sizes)]
+    after = server.update(state, reports(deltas))["cluster"].tolist()
+    assert len(set(after)) == len(sizes) and after[2] in after[:2]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from itertools import combinations, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ from oracle.batches import batch_sizes
 from oracle.nets import log_softmax, split
 from support.gallery_runs import BODY, LR, NET, SIZES, Done, check, gradient, net
 from support.oracle_cases import MODES, by_round, distance, feed
+from support.server_rules import rule
 from torch.nn.functional import cross_entropy
 
 from raysim.config.sections.data import Data
 from raysim.data import load_dataset
 from raysim.randomness import generator
+from raysim.rules import Reports
 
 SEED = 2
 FALLING = [[0, LR], [1, 0.7 * LR], [3, 0.4 * LR]]
@@ -358,10 +361,23 @@ def test_agnostic_fedavg(mode, train):
         lam = lam / lam.sum()
         check(done.xs[t + 1], x, before)
         (found,) = [v for v in done.states[t + 1].values() if v.shape == (n,)]
-        check(found, lam)
+        check(np.exp(found), lam)
         expected = done.mean_test_loss(lambda i, x=x: x)
         assert done.records[t + 1]["clients/loss"] == pytest.approx(expected, rel=1e-9)
     assert lam.max() > 2 * lam.min() > 0
+
+
+def test_agnostic_fedavg_takes_losses_that_no_float_holds_the_power_of():
+    """λ_2 / λ_1 is exp(1000) after one round: client 2 alone counts, and later counts as before."""
+    server = rule("fairness/agnostic_fedavg.py:AgnosticFedAvgServer", gamma=1.0)
+    state = server.init(torch.zeros(2), SimpleNamespace(n_clients=2))
+    deltas = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    for t, losses in enumerate([(0.0, 1000.0), (1000.0, 0.0), (0.0, 0.0)]):
+        F = [torch.tensor([loss]) for loss in losses]
+        rows = {"delta": list(deltas), "F": F}
+        state = server.update(state, Reports(t, [0, 1], 2, weights=[0.5, 0.5], seed=0, rows=rows))
+    # Half of each, client 2 alone, and half of each.
+    assert state["x"].tolist() == [-1.0, -2.0]
 
 
 def test_fedexp_evaluates_the_mean_of_its_last_two_models(train):

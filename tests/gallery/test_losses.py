@@ -64,10 +64,12 @@ def test_fedlc(mode, train):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fedntd(mode, train):
-    """Lee 2022: CE + β Σ_{c ≠ y} q_g log(q_g / q), where q are softmaxes without the true class."""
+@pytest.mark.parametrize("privacy", [{}, {"max_grad_norm": 1e9, "noise_multiplier": 0.0}])
+def test_fedntd(privacy, mode, train):
+    """Lee 2022: CE + β Σ_{c ≠ y} q_g log(q_g / q), where q are softmaxes without the true class.
+    Gradients by example, which nothing clips, have the same mean."""
     client = {"name": "losses/fedntd.py:FedNTDClient", "beta": 0.6, "tau": 2.0}
-    done = train(mode, client=client)
+    done = train(mode, client=client, **({"privacy": privacy} if privacy else {}))
 
     def loss_of(x, i):
         def loss(z, h, y, X):

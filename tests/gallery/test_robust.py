@@ -4,12 +4,14 @@ coordinates."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support import softmax_regression
 from support.examples import gallery
-from support.server_rules import noise, rule, step
+from support.server_rules import noise, reports, rule, step
 from support.softmax_regression import local_models
 
 from raysim.errors import ConfigError
@@ -61,7 +63,10 @@ def bulyan(deltas: np.ndarray, f: int) -> list[float]:
     left, selected = list(range(n)), []
     for _ in range(n - 2 * f):
         found = scores(deltas, left, f)
-        selected.append(min(found, key=found.__getitem__))
+        # The last of these may have one neighbour that counts, each other's: the paper does not say
+        # which is taken. We take the one nearer to all.
+        apart = {i: ((deltas[left] - deltas[i]) ** 2).sum() for i in left}
+        selected.append(min(left, key=lambda i: (found[i], apart[i])))
         left.remove(selected[-1])
     expected = []
     for values in deltas[selected].T:
@@ -74,6 +79,43 @@ def bulyan(deltas: np.ndarray, f: int) -> list[float]:
 @pytest.mark.parametrize("f", [1, 2])
 def test_bulyan(f):
     assert near(step(rule("robust/bulyan.py:BulyanServer", attackers=f), DELTAS), bulyan(DELTAS, f))
+
+
+ROBUST: dict[str, tuple[int, dict[str, Any]]] = {
+    "bulyan.py:BulyanServer": (7, {"attackers": 1}),
+    "krum.py:KrumServer": (7, {"attackers": 2}),
+    "median.py:MedianServer": (2, {}),
+    "trimmed_mean.py:TrimmedMeanServer": (2, {}),
+    "rfa.py:RFAServer": (2, {}),
+    "dnc.py:DnCServer": (3, {}),
+    "signguard.py:SignGuardServer": (2, {}),
+    "clipped_clustering.py:ClippedClusteringServer": (3, {}),
+}
+"""Rules by file, each with the fewest clients for which its paper leaves no choice."""
+
+
+@pytest.mark.parametrize("name", ROBUST)
+def test_the_order_of_clients_does_not_matter(name):
+    """An attacker must not win by its place."""
+    fewest, parameters = ROBUST[name]
+    server, orders = rule(f"robust/{name}", **parameters), np.random.default_rng(2)
+    for n in (fewest, 11):
+        state = server.init(torch.zeros(7, dtype=torch.float64), None)
+        moved = [
+            server.update(state, reports(DELTAS[order]))["x"].numpy()
+            for order in (range(n), *(orders.permutation(n) for _ in range(8)))
+        ]
+        assert all(near(each, moved[0]) for each in moved)
+
+
+def test_signguard_keeps_a_few_that_are_alike():
+    """The width of MeanShift is 0 for two or three clients, of whom none is like another."""
+    deltas = 1 + 0.1 * np.random.default_rng(3).normal(size=(3, 40))
+    deltas[:, :4] *= [[1], [-1], [0]]
+    norms = np.linalg.norm(deltas, axis=1)
+    expected = (deltas * np.minimum(np.median(norms) / norms, 1)[:, None]).mean(0)
+    server = rule("robust/signguard.py:SignGuardServer", share=1.0)
+    assert near(step(server, deltas), expected)
 
 
 def test_distances_of_updates_that_are_alike_do_not_cancel():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -86,22 +88,33 @@ def test_qfedavg_weighs_clients_whose_losses_are_small(dtype, base, engine, tmp_
 
 
 def test_dp_ftrl():
-    """Kairouz 2021, algorithm 1: x_0 - lr (sum + tree noise) / K; the nodes of rounds 1..t are the
-    bits of t."""
-    server = rule(
-        "servers/dp_ftrl.py:DPFTRLServer", clip=2.0, noise_multiplier=0.7, levels=4, lr=0.3
-    )
+    """Kairouz 2021, algorithm 1: x_0 - lr (sum + tree noise) / K; the nodes of t updates are the
+    bits of t. Rounds without clients are no updates, others have more or fewer than K, and lr is
+    that of the round: the noise is that of the tree in all of them."""
     x0 = torch.from_numpy(np.random.default_rng(3).normal(size=8))
-    state, total = server.init(x0, None), np.zeros(8)
-    assert set(state) == {"x", "nodes"}
+    rules = [
+        rule("servers/dp_ftrl.py:DPFTRLServer", clip=2.0, noise_multiplier=0.7, lr=lr, levels=4)
+        for lr in (0.3, 0.6)
+    ]
+    state, total = rules[0].init(x0, SimpleNamespace(cohort=5)), np.zeros(8)
+    with_clients = [0, 1, 4, 5, 6, 7, 9, 10, 12]
 
     def of_the_tree(t: int) -> np.ndarray:
-        """The noise of the sum of rounds 1 to t: the node that ends in t, and the sum before it."""
-        return noise("tree", t - 1, 8) + of_the_tree(t - (t & -t)) if t else np.zeros(8)
+        """The noise of the first t updates: the node that ends in t, and those before it."""
+        if not t:
+            return np.zeros(8)
+        return noise("tree", with_clients[t - 1], 8) + of_the_tree(t - (t & -t))
 
-    for t in range(1, 8):
-        deltas = np.random.default_rng(t).normal(size=(5, 8))
-        state = server.update(state, reports(deltas, None, t - 1))
+    for t, round in enumerate(with_clients, start=1):
+        deltas = np.random.default_rng(t).normal(size=(3 + t % 4, 8))
+        state = rules[t % 2].update(state, reports(deltas, None, round))
         total = total + sum(d * min(1, 2.0 / np.linalg.norm(d)) for d in deltas)
-        expected = x0.numpy() - 0.3 * (total + 1.4 * of_the_tree(t)) / 5
+        expected = x0.numpy() - (0.3, 0.6)[t % 2] * (total + 1.4 * of_the_tree(t)) / 5
         assert np.allclose(state["x"].numpy(), expected, rtol=1e-10)
+
+
+def test_dp_ftrl_needs_a_level_for_each_bit_of_the_rounds():
+    server = rule("servers/dp_ftrl.py:DPFTRLServer", levels=3)
+    server.check(SimpleNamespace(rounds=7))
+    with pytest.raises(ValueError, match="set levels to 4"):
+        server.check(SimpleNamespace(rounds=8))

@@ -124,6 +124,27 @@ def test_fedmd_digests_the_mean_scores_and_revisits_its_own_data(mode, config, s
     assert records[-1]["bytes_up"] == ROUNDS * 6 * consensus.size * 8, "scores only"
 
 
+def test_fedmd_measures_clients_after_their_own_examples(config, shown, engine):
+    """The revisit ends a round, and no client digests before there are mean scores: the digest of
+    the second round shows in neither the accuracy after the first round nor its training."""
+    measured = []
+    for digest in (0, 40):
+        client = {"name": shown("fedmd.py", "FedMDClient"), "digest": digest}
+        local = {"steps": 2, "batch_size": "full", "lr": LR, "personal": "*"}
+        given = config(
+            client=client,
+            server=shown("fedmd.py", "FedMDServer"),
+            local=local,
+            rounds=2,
+            partition={"name": "iid", "clients": 6, "test": {"fraction": 0.3}},
+            evaluate={"every": 0, "clients": {"every": 1}},
+        )
+        _, records = engine(given)
+        measured.append([record["clients/loss"] for record in records])
+    assert measured[0][:2] == measured[1][:2]
+    assert measured[0][2] != measured[1][2]
+
+
 def test_fedmd_trains_nets_with_batch_norm(config, shown, source, engine):
     """The consensus of one client is that of torch's net with the client's parameters and
     statistics."""

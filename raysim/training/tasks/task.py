@@ -276,8 +276,11 @@ class ModelTask(Task):
             return values.sum(), plain.detach()
 
         # Each example has a row of parameters, so one backward pass of the sum gives all gradients.
-        with self.model.passes():
-            return torch.func.grad(total, has_aux=True)(w.expand(len(batch.y), -1))
+        # Not by `torch.func.grad`, in which a loss could make no further net.
+        rows = w.expand(len(batch.y), -1).detach().requires_grad_()
+        with self.model.passes(), torch.enable_grad():
+            value, plain = total(rows)
+            return torch.autograd.grad(value, rows, materialize_grads=True)[0], plain
 
     def fisher(self, w: Tensor, data: LocalData, augment: bool = False) -> Tensor:
         """Compute the diagonal of the empirical Fisher information. See `Task.fisher`."""
