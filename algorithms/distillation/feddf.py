@@ -1,7 +1,8 @@
 """FedDF (Lin et al., NeurIPS 2020).
 
 Ensemble distillation: the server averages the clients' models, and then trains the average to give
-the mean of their logits on unlabelled public examples.
+the mean of their logits on unlabelled public examples. On nets with BatchNorm all of them run with
+the server's statistics of before the round.
 
 trusted.yaml is in docs/how-to/public_data.md.
 

@@ -967,6 +967,14 @@ def test_a_note_says_that_metrics_depend_on_the_batches_of_an_evaluation(caplog)
     assert "metrics depend on evaluate.batch_size, 7, and 60 takes all" in caplog.text
 
 
+@pytest.mark.parametrize("last", [nn.Softmax(1), nn.LogSoftmax(1), nn.Sigmoid(), None])
+def test_a_note_says_that_outputs_are_probabilities(last, caplog):
+    layers = (nn.Linear(6, 3),) if last is None else (nn.Linear(6, 3), last)
+    with caplog.at_level(logging.INFO, "raysim"):
+        run(nn.Sequential(*layers), DATA, PARTS, 1)
+    assert ("leave out the net's own softmax" in caplog.text) == isinstance(last, nn.Softmax)
+
+
 def test_parameters_in_float64_need_the_key_dtype():
     check(run(sequence().double(), DATA, PARTS), fedavg(sequence(), DATA, PARTS), DATA)
     with pytest.raises(ConfigError, match=r"'0\.weight' is float64, .* set dtype: float64"):

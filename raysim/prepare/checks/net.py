@@ -17,7 +17,7 @@ from raysim.data.partition.groups import local_of_groups
 from raysim.errors import ConfigError
 from raysim.models import build
 from raysim.models.checks.coupled_examples import couples_in_evaluation
-from raysim.models.flat import Model
+from raysim.models.flat import BoundModel, Model
 from raysim.system import startup_stages
 from raysim.system.files import is_path
 from raysim.system.global_generators import generators_kept
@@ -80,6 +80,27 @@ def note_coupled_evaluation(config: Config, model: Model, n_test: int) -> None:
             model.label,
             size,
             n_test,
+        )
+
+
+def note_probabilities(model: Model) -> None:
+    """Note that the net ends in a softmax, and that the cross-entropy makes another one.
+
+    Args:
+        model: the net of the run.
+    """
+    if model.learning_task.config_name != "classification" or model.classes < 2:
+        return
+    bound = BoundModel(model)
+    w, buffers = model.initial()
+    bound.w.copy_(w)
+    with torch.no_grad():
+        p = bound.forward(model.examples(2)[0], "eval", buffers)
+    if p.dim() == 2 and (p >= 0).all() and (p.sum(1) - 1).abs().max() < 1e-3:
+        startup_stages.notes.info(
+            "the outputs of %s are probabilities, and the loss makes a softmax of them once more, "
+            "as torch.nn.CrossEntropyLoss does: leave out the net's own softmax",
+            model.label,
         )
 
 
