@@ -171,6 +171,12 @@ class Recorder:
         start = self._spool.last("start")
         return start["key"] if start else None
 
+    @property
+    def latest_step(self) -> int:
+        """Step of the newest metrics in this folder; 0 if there are none."""
+        record = self._spool.last("metrics")
+        return record["step"] if record else 0
+
     def start(
         self,
         name: str,
