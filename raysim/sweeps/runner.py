@@ -81,9 +81,10 @@ def sweep(
         RaysimError: the tracking store cannot be used, or another sweep runs in the same folder.
     """
     connection.start()
-    if not isinstance(overrides, Mapping):
-        overrides = search_space.as_mapping(overrides)
-    inputs = named_inputs({**overrides, **keys}, several=True)
+    if isinstance(overrides, Mapping):
+        inputs = named_inputs({**overrides, **keys}, several=True)
+    else:  # which hold no objects, but may be draws
+        inputs = {**search_space.as_mapping(overrides), **named_inputs(keys, several=True)}
     with startup_stages.notes_logged():
         planned = prepare_sweep(named_source(source), inputs, folder, where)
     book = NoLedger() if ledger is None else SweepLedger(ledger, planned, logger.warning)
