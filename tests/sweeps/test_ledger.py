@@ -163,7 +163,9 @@ def test_a_stopped_trial_is_not_taken_as_a_full_one(here):
     assert not train(planned), "it is done"
     later = swept(sweep={**asked, "early_stopping": {**stopping, "grace_period": 3}})
     assert len(train(later, "later.jsonl")) == 1, "by other settings it goes on"
-    assert [(later.rounds, later.stopped) for later in read_rows(["later.jsonl"], fail)] == [(4, "")]
+    assert [(later.rounds, later.stopped) for later in read_rows(["later.jsonl"], fail)] == [
+        (4, "")
+    ]
     forget_all_but_the_ledger()
     assert not SweepLedger(LEDGER, swept(sweep={"local.lr": [0.05]}), fail).taken
     other = swept(sweep={**asked, "early_stopping": {**stopping, "grace_period": 3}})
