@@ -254,8 +254,10 @@ def advance(spool: Tail, server: RunClient) -> int:
     if not (records := spool.head()):
         return 0
     first = records[0]
-    if first["kind"] == "artifact" and server.refuses_files:
-        spool.postpone(first)  # each attempt may last until a time limit
+    is_file = first["kind"] == "artifact"
+    if is_file and (server.refuses_files or not (server.run_dir / first["path"]).exists()):
+        # Each attempt may last until a time limit; and a resumed run writes its files once more.
+        spool.postpone(first)
         return 1
     try:
         count = server.send(records)

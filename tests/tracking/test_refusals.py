@@ -110,6 +110,24 @@ def test_a_name_that_the_store_refuses_costs_no_other_metric(
     assert caplog.text.count("refuses metrics") == 1 and "'..x'" in caplog.text
 
 
+def test_a_file_that_a_resumed_run_writes_once_more_is_sent_at_its_end(
+    settings: Tracking, tmp_path: Path, caplog
+) -> None:
+    unsent = Recorder(settings.uri, settings.experiment, tmp_path / "run")
+    key = unsent.start("run", {}, {})
+    train(unsent, tmp_path / "run")  # pyright: ignore[reportArgumentType]
+    unsent.close()
+    (tmp_path / "run" / "requirements.txt").unlink()
+    tracker = Tracker(settings, tmp_path / "run")
+    run_id = tracker.start("run", {}, {}, run_id=key)
+    wait_for(lambda: tracker.pending == 1)
+    (tmp_path / "run" / "requirements.txt").write_text("torch\n")
+    tracker.finish("FINISHED")
+    files = client(settings.uri).list_artifacts(run_id)
+    assert [file.path for file in files] == ["requirements.txt"]
+    assert not tracker.pending and "refuses" not in caplog.text
+
+
 def test_files_of_a_sweep_block_no_metrics(settings: Tracking, tmp_path: Path, refused) -> None:
     """The writer sends the records of all trials."""
     recorders = [Recorder(settings.uri, settings.experiment, tmp_path / name) for name in "ab"]
