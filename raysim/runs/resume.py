@@ -162,10 +162,11 @@ def _plan_with(
     """Return the plan of a run with changed keys."""
     raw = read_run_config(folder / "config.yaml", changes)
     given = flatten_parameters(changes)
-    if "evaluate.metrics" in given and not any(key.startswith("evaluate.best") for key in given):
-        # The run's file names the first of the old metrics, if nobody has chosen another.
-        if before.config.evaluate.best == default_best(before.metrics):
-            raw["evaluate"]["best"] = None
+    is_default = before.config.evaluate.best == default_best(before.metrics)
+    is_chosen = any(key.startswith("evaluate.best") for key in given)
+    if "evaluate.metrics" in given and is_default and not is_chosen:
+        # The run's file names the first of the old metrics.
+        raw["evaluate"]["best"] = None
     plan = resolve_plan(raw, load)
     if "resources.address" in changes:  # a trial of a sweep may have one that the sweep used
         check_address(plan.config)

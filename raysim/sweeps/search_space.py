@@ -31,7 +31,7 @@ from raysim.randomness import generator
 from raysim.spelling import did_you_mean
 
 DRAWN_DIGITS = 4
-"""Significant digits of a drawn number, and more in a narrow range: at least 100 numbers are in it."""
+"""Significant digits of a drawn number; more in a narrow range, which has at least 100 numbers."""
 
 _IN_COMMON = re.compile(r"(sweep|extends|run_dir|tracking)\b")
 """Beginning of the keys that do not vary; a list is one value of theirs."""

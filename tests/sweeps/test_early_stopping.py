@@ -82,7 +82,7 @@ def alone(trial: Trial, tmp_path: Path) -> raysim.RunResult:
 def halved(
     curves: Sequence[dict[int, float]], rungs: Sequence[int], factor: float
 ) -> list[int | None]:
-    """ASHA over trials that run one after the other, by Li et al. 2020: at each rung a trial of a
+    """ASHA over trials that run one after the other, as Ray Tune does it: at each rung a trial of a
     loss above the (1/factor)-quantile of the losses seen there before is stopped. The rung of each,
     None of those that go on."""
     seen: dict[int, list[float]] = {rung: [] for rung in rungs}
