@@ -208,6 +208,8 @@ class Config(Section):
             clients = self.evaluate.clients
             whole["stop"]["evaluate"] = self.evaluate.every
             whole["stop"]["clients"] = clients and clients.every
+            if self.evaluate.theory and (self.stop.metric or "").startswith("theory/"):
+                whole["stop"]["theory"] = self.evaluate.theory.every
         if self.held_out:
             whole["held_out_clients"] = self.held_out
         self._replace_paths_by_contents(whole)

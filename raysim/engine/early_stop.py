@@ -106,8 +106,9 @@ def _rounds_between_values(config: Config, metric: str) -> int:
     """Return after how many rounds a metric has its next value."""
     if metric in ROUND_METRICS:
         return 1
-    clients = config.evaluate.clients
-    if clients is not None and metric.partition("/")[0] in OF_CLIENTS:
-        return clients.every
+    evaluate = config.evaluate
+    measured = {**dict.fromkeys(OF_CLIENTS, evaluate.clients), "theory": evaluate.theory}
+    if section := measured.get(metric.partition("/")[0]):
+        return section.every
     bare = metric.removeprefix("val/").removeprefix("accuracy/")
-    return config.evaluate.every or 1 if "/" not in bare else 1
+    return evaluate.every or 1 if "/" not in bare else 1

@@ -62,7 +62,7 @@ def choose_batching(
         elif asked == "pooled":
             raise ConfigError(
                 f"batching.mode: 'pooled' is not possible in this run: {reason}; use "
-                f"batching.mode={mode}"
+                f"batching.mode={mode}, for a run that has begun in this mode with --fork"
             )
     else:
         mode = asked

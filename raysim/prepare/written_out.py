@@ -86,12 +86,16 @@ def _evaluate_section(
 ) -> Evaluate:
     """Return the section `evaluate` with metrics and best metric written out."""
     names = tuple(map(_full_name, metric_names(config, task), metrics))
-    best = config.evaluate.best or _default_best(metrics)
+    best = config.evaluate.best or default_best(metrics)
     return config.evaluate.model_copy(update={"metrics": names, "best": best})
 
 
-def _default_best(metrics: tuple[TaskMetric, ...]) -> BestBy:
-    """Return the metric that selects the best model: the first one, if it has a direction."""
+def default_best(metrics: tuple[TaskMetric, ...]) -> BestBy:
+    """Return the metric that selects the best model: the first one, if it has a direction.
+
+    Args:
+        metrics: the metrics of the evaluations.
+    """
     if not metrics or metrics[0].larger_is_better is None:
         return BestBy(metric="loss", mode="min")
     return BestBy(metric=metrics[0].name, mode="max" if metrics[0].larger_is_better else "min")

@@ -23,6 +23,7 @@ from raysim.engine.state import checkpoint, client_store
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.checks.machine import check_address
 from raysim.prepare.resolve import read_run_config, resolve_plan
+from raysim.prepare.written_out import default_best
 from raysim.rules.uploads import with_mode
 from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.python_inputs import named_inputs
@@ -46,7 +47,11 @@ logger = logging.getLogger("raysim")
 MOVABLE = (*KEYS_OF_FILES, "schedule.client_speeds.path")
 """Keys that `resume` accepts if the file that they name has the same content as before."""
 
-ROUNDS_OF_STOP = {"stop.evaluate": "evaluate.every", "stop.clients": "evaluate.clients.every"}
+ROUNDS_OF_STOP = {
+    "stop.evaluate": "evaluate.every",
+    "stop.clients": "evaluate.clients.every",
+    "stop.theory": "evaluate.theory.every",
+}
 """The keys that give the rounds whose values `stop` judges, by their names in the identity."""
 
 
@@ -137,7 +142,7 @@ def reopen(
     load = loading_once()
     before = resolve_plan(read_run_config(folder / "config.yaml", moved), load)
     _check_moved(folder, before, moved)
-    plan = _plan_with(folder, parsed, load)
+    plan = _plan_with(folder, before, parsed, load)
     if changed := _changes(before, plan):
         raise ConfigError(
             f"{', '.join(changed)}: would change the result of the run in {folder}; "
@@ -152,10 +157,17 @@ def reopen(
 
 
 def _plan_with(
-    folder: Path, changes: Mapping[str, Any], load: Callable[[AnyData], Dataset]
+    folder: Path, before: Plan, changes: Mapping[str, Any], load: Callable[[AnyData], Dataset]
 ) -> Plan:
     """Return the plan of a run with changed keys."""
-    plan = resolve_plan(read_run_config(folder / "config.yaml", changes), load)
+    raw = read_run_config(folder / "config.yaml", changes)
+    given = flatten_parameters(changes)
+    is_default = before.config.evaluate.best == default_best(before.metrics)
+    is_chosen = any(key.startswith("evaluate.best") for key in given)
+    if "evaluate.metrics" in given and is_default and not is_chosen:
+        # The run's file names the first of the old metrics.
+        raw["evaluate"]["best"] = None
+    plan = resolve_plan(raw, load)
     if "resources.address" in changes:  # a trial of a sweep may have one that the sweep used
         check_address(plan.config)
     return plan
@@ -214,7 +226,7 @@ def forked(
     load = loading_once()
     before = resolve_plan(read_run_config(folder / "config.yaml", {"files": None}), load)
     before = replace(before, config=before.config.model_copy(update={"files": recorded}))
-    plan = _plan_with(folder, {"run_dir": None, "files": None, **parsed}, load)
+    plan = _plan_with(folder, before, {"run_dir": None, "files": None, **parsed}, load)
     changed = _changes(before, plan)
     fixed = ["data", "partition", "model", "dtype"]
     if {before.config.schedule.name, plan.config.schedule.name} != {"sync"}:

@@ -157,7 +157,7 @@ class Sweep:
         """Return True if a trial needs no further work in this sweep.
 
         A finished trial is done. A trial that was stopped early is done if this sweep stops trials
-        early too.
+        by the same settings.
 
         Args:
             trial: A trial of this sweep.
@@ -167,4 +167,6 @@ class Sweep:
             return result is not None
         # `raysim resume` writes parameters.safetensors when it completes a stopped trial.
         was_resumed = (trial.folder / "parameters.safetensors").exists()
-        return self.settings.early_stopping is not None and not was_resumed
+        stopping = self.settings.early_stopping
+        settings = stopping and stopping.model_dump(mode="json")
+        return bool(settings) and result.get("early_stopping") == settings and not was_resumed

@@ -22,11 +22,15 @@ WORST_VALUE = 1e300
 
 
 class EarlyStopping(Section):
-    """Asynchronous successive halving (ASHA; Li et al. 2020, algorithm 2).
+    """Asynchronous successive halving that stops trials, as Ray Tune's AsyncHyperBandScheduler.
 
     A rung is a round at which a trial is judged: `grace_period`, then each `reduction_factor` times
-    the last. A trial continues only if it is among the best 1 / reduction_factor of the trials that
-    have reached the rung so far. No trial waits for others. Seeds are separate trials.
+    the last. A trial stops if its value is worse than the quantile that separates the best
+    1 / reduction_factor of the values which others had at the rung before it. The quantile is
+    interpolated, and the first trial at a rung continues. No trial waits for others, so more than
+    1 / reduction_factor continue while there are few. ASHA (Li et al. 2020, algorithm 2) pauses all
+    trials at a rung, and promotes as many as are among the best floor(n / reduction_factor) of n.
+    Seeds are separate trials.
     """
 
     metric: str | None = None
@@ -41,7 +45,7 @@ class EarlyStopping(Section):
     """Round of the first rung."""
 
     reduction_factor: float = Field(default=4, gt=1)
-    """Factor between rungs; 1 / reduction_factor of the trials continue at each."""
+    """Factor between rungs; about 1 / reduction_factor of the trials continue at each."""
 
     max_rounds: int | None = Field(default=None, ge=1)
     """Maximum number of rounds of every trial, also of the best; unset, the trial's `rounds`."""

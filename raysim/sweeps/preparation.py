@@ -214,8 +214,11 @@ def _check_claims(claims: list[Claim], trials: list[Trial]) -> None:
 
 
 def _key(c: Config) -> str:
-    """Return the identity of a trial: equal keys mean equal results, names and stores."""
+    """Return the identity of a trial: equal keys mean equal results, files, names and stores."""
     facts = [c.fingerprint, c.rounds, c.evaluate.model_dump(), c.name, redacted_uri(c.tracking.uri)]
+    # Only if they are set, so that trials without them keep their folders.
+    if more := c.model_dump(include={"faults", "record_updates"}, exclude_defaults=True):
+        facts.append(more)
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

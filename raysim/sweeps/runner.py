@@ -81,9 +81,10 @@ def sweep(
         RaysimError: the tracking store cannot be used, or another sweep runs in the same folder.
     """
     connection.start()
-    if not isinstance(overrides, Mapping):
-        overrides = search_space.as_mapping(overrides)
-    inputs = named_inputs({**overrides, **keys}, several=True)
+    if isinstance(overrides, Mapping):
+        inputs = named_inputs({**overrides, **keys}, several=True)
+    else:  # which hold no objects, but may be draws
+        inputs = {**search_space.as_mapping(overrides), **named_inputs(keys, several=True)}
     with startup_stages.notes_logged():
         planned = prepare_sweep(named_source(source), inputs, folder, where)
     book = NoLedger() if ledger is None else SweepLedger(ledger, planned, logger.warning)
@@ -216,12 +217,13 @@ def _log_summary(parent: Tracker, outcome: SweepResult) -> None:
 class _Tally:
     """Metrics of a sweep's own run: how many trials have ended, and the best values among them.
 
-    Their step is the number of trials that have ended. Those of an earlier attempt count from the
-    start.
+    Their step is the number of trials that have ended, and larger than those of an earlier call,
+    which had figures of its own at them. Trials that ended in it count from the start.
     """
 
     def __init__(self, parent: Recorder, sweep: Sweep):
         self.parent = parent
+        self.step = parent.latest_step
         self.results = [trial.result or {} for trial in sweep.trials if sweep.done(trial)]
         self.failed = 0
         if self.results:
@@ -249,7 +251,8 @@ class _Tally:
         names = itertools.chain.from_iterable(reached)
         for name, better in best_values(names).items():
             figures[f"best_{name}"] = better(of[name]["best"] for of in reached if name in of)
-        self.parent.metrics(figures, step=len(self.results) + self.failed)
+        self.step = max(self.step + 1, len(self.results) + self.failed)
+        self.parent.metrics(figures, self.step)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,10 @@ from raysim.randomness import generator
 from raysim.spelling import did_you_mean
 
 DRAWN_DIGITS = 4
-"""Significant digits of a drawn number; more where fewer than 100 such numbers are in its range."""
+"""Significant digits of a drawn number; more in a narrow range, which has at least 100 numbers."""
+
+_IN_COMMON = re.compile(r"(sweep|extends|run_dir|tracking)\b")
+"""Beginning of the keys that do not vary; a list is one value of theirs."""
 
 _DRAW_FORMS = {
     "uniform": "uniform(low, high), numbers with low < high",
@@ -139,6 +142,8 @@ def split_overrides(
         if len(pieces) > 1 and "" in pieces:
             raise ConfigError(f"override '{text}': a value is empty")
         values = [_parse_value(key, piece) for piece in pieces]
+        for earlier in (fixed, axes):  # of a key that is given twice the last values count
+            earlier.pop(key, None)
         varies = any(isinstance(value, Draw) or _is_range(value) for value in values)
         if varies or len(values) > 1:
             axes[key] = parse_axis(key, values)
@@ -159,7 +164,7 @@ def as_mapping(overrides: Iterable[str]) -> dict[str, Any]:
     fixed, axes = split_overrides(overrides)
     mapping: dict[str, Any] = {**fixed, **axes}
     for key, value in fixed.items():
-        if isinstance(value, list) and key.partition(".")[0] != "sweep":
+        if isinstance(value, list) and not _IN_COMMON.match(key):
             mapping[key] = [value]  # one value, which is a list
     return mapping
 
@@ -169,8 +174,7 @@ def _split_mapping(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     fixed: dict[str, Any] = {}
     axes: dict[str, Axis] = {}
     for key, value in overrides.items():
-        # The settings of the sweep itself, such as sweep.samples, do not vary.
-        if key.partition(".")[0] == "sweep":
+        if _IN_COMMON.match(key):
             fixed[key] = value
         elif isinstance(value, list | tuple):
             axes[key] = parse_axis(key, list(value))
@@ -192,7 +196,7 @@ def parse_axis(key: str, values_text: Any) -> Axis:
     Raises:
         ConfigError: the key cannot vary, a range or a draw is invalid, or there is no value.
     """
-    if re.match(r"(sweep|extends|run_dir|tracking)\b", key):
+    if _IN_COMMON.match(key):
         raise ConfigError(f"sweep: {key} cannot vary; the trials of a sweep have it in common")
     items = values_text if isinstance(values_text, list) else [values_text]
     values: list[Any] = []

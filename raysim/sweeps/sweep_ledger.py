@@ -125,7 +125,7 @@ class SweepLedger(NoLedger):
         new: dict[str, Row] = {}
         for trial in trials:
             row = _row_of(trial)
-            if row is not None and row.key not in self._known:
+            if row.key not in self._known:
                 new[row.key] = row
         append_rows(self.path, new.values())
         self._known |= set(new)
@@ -173,23 +173,10 @@ def _name_versions(rows: Sequence[Row], say: Callable[[str], None]) -> None:
             say(f"{count} of the ledger's rows are of other versions than this machine's: {text}")
 
 
-def _row_of(trial: Trial) -> Row | None:
-    """Return the row of an ended trial; its versions are those of the process that trained it.
-
-    None: the trial was stopped early, and its result does not say by which settings.
-    """
+def _row_of(trial: Trial) -> Row:
+    """Return the row of an ended trial; its versions are those of the process that trained it."""
     result = trial.result or {}
     tags = Tail(trial.folder).tags()
-    stopped = result.get("stopped", "")
-    settings = result.get("early_stopping")
-    if stopped and settings is None:
-        logger.warning(
-            "%s: no row for the ledger: result.json does not say by which settings the trial was "
-            "stopped early; delete %s to train it again",
-            trial.title,
-            trial.folder,
-        )
-        return None
     return Row(
         trial.config.fingerprint,
         trial.config.tracking.experiment,
@@ -203,8 +190,8 @@ def _row_of(trial: Trial) -> Row | None:
         result["seconds"],
         kept_config(trial.config),
         kept_history(trial.history()),
-        stopped,
-        settings,
+        result.get("stopped", ""),
+        result.get("early_stopping"),
     )
 
 

@@ -12,7 +12,7 @@ from raysim.config.tracking_uri import database_of, mask_secrets, restored_uri
 from raysim.errors import ConfigError, RaysimError
 from raysim.tracking.mlflow_process.connection import Connection
 from raysim.tracking.mlflow_process.run_client import RunClient
-from raysim.tracking.recorder import Clock, legal
+from raysim.tracking.recorder import Clock, legal_metrics
 from raysim.tracking.spool import SPOOL_FILE, Spool
 from raysim.tracking.spool_sender import advance, new_run_option, send_postponed
 from raysim.tracking.store_errors import FileRefused, RunDeleted, brief, remedy
@@ -87,7 +87,7 @@ def add_to(
     now = Clock(spool.latest).now()
     with contextlib.closing(spool):
         if metrics:
-            values = {legal(key): float(value) for key, value in metrics.items()}
+            values = legal_metrics(metrics)
             spool.append({"kind": "metrics", "time": now, "step": step, "values": values})
         spool.append(
             {"kind": "artifact", "time": now, "path": spool.place(artifacts), "folder": place}

@@ -77,9 +77,26 @@ def legal(key: str) -> str:
     """Return a name that MLflow accepts: letters, digits and _ - . space : /, at most 250.
 
     Args:
-        key: name of a parameter, metric or tag; other characters become _.
+        key: name of a parameter, metric or tag; other characters become _. Parts between / that are
+            empty, "." or ".." are left out.
     """
-    return re.sub(r"[^\w.\- :/]", "_", str(key))[:250]
+    parts = re.sub(r"[^\w.\- :/]", "_", str(key))[:250].split("/")
+    return "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
+
+
+def legal_metrics(values: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics under names that MLflow accepts, a further one of the same name with _.
+
+    Args:
+        values: value of each metric by name.
+    """
+    named: dict[str, float] = {}
+    for key, value in values.items():
+        name = legal(key)
+        while name in named:
+            name += "_"
+        named[name] = float(value)
+    return named
 
 
 class Clock:
@@ -154,6 +171,12 @@ class Recorder:
         start = self._spool.last("start")
         return start["key"] if start else None
 
+    @property
+    def latest_step(self) -> int:
+        """Step of the newest metrics in this folder; 0 if there are none."""
+        record = self._spool.last("metrics")
+        return record["step"] if record else 0
+
     def start(
         self,
         name: str,
@@ -215,9 +238,7 @@ class Recorder:
             values: value of each metric by name.
             step: number of completed rounds.
         """
-        self._record(
-            "metrics", step=int(step), values={legal(k): float(v) for k, v in values.items()}
-        )
+        self._record("metrics", step=int(step), values=legal_metrics(values))
 
     def inputs(
         self, name: str, digest: str, source: str, context: str, profile: Mapping[str, Any]

@@ -254,13 +254,15 @@ def advance(spool: Tail, server: RunClient) -> int:
     if not (records := spool.head()):
         return 0
     first = records[0]
-    if first["kind"] == "artifact" and server.refuses_files:
-        spool.postpone(first)  # each attempt may last until a time limit
+    is_file = first["kind"] == "artifact"
+    if is_file and (server.refuses_files or not (server.run_dir / first["path"]).exists()):
+        # Each attempt may last until a time limit; and a resumed run writes its files once more.
+        spool.postpone(first)
         return 1
     try:
         count = server.send(records)
     except Refused as refusal:
-        _report_refusal(server, first, refusal)
+        _send_parts(server, first, refusal)
         count = 1
     except FileRefused as refusal:
         logger.warning(
@@ -293,6 +295,20 @@ def send_postponed(spool: Tail, server: RunClient) -> None:
         except Refused as refusal:
             _report_refusal(server, spool.postponed[0], refusal)
         spool.acknowledge_postponed()
+
+
+def _send_parts(server: RunClient, record: Mapping[str, Any], refusal: Refused) -> None:
+    """Send the metrics of a record that was refused one by one; report what is refused again."""
+    values = record["values"] if record["kind"] == "metrics" else {}
+    if len(values) < 2:
+        _report_refusal(server, record, refusal)
+        return
+    for name, value in values.items():
+        part = {**record, "values": {name: value}}
+        try:
+            server.send([part])
+        except Refused as refused:
+            _report_refusal(server, part, refused)
 
 
 def _report_refusal(server: RunClient, record: Mapping[str, Any], refusal: Refused) -> None:

@@ -91,6 +91,17 @@ def test_a_metric_of_rounds_counts_in_each_round_beside_evaluations_of_clients(m
     assert rule.reason.startswith(f"round 2: {metric} 5")
 
 
+def test_the_last_round_of_a_shorter_run_measures_theory_too_and_does_not_count():
+    stop = {"metric": "theory/f", "mode": "min", "patience": 1}
+    keys = {**DIGITS_MLP, "evaluate": {"theory": {"every": 4}}, "stop": stop}
+    rule = StopRule(explain.validate(keys))
+    for done, value in {0: 5.0, 4: 3.0, 6: 4.0, 8: 2.0, 12: 2.5}.items():
+        rule.see({"round": float(done), "clients/used": 1.0, "theory/f": value})
+    assert rule.reason.startswith("round 12: ")
+    other = explain.validate({**keys, "evaluate": {"theory": {"every": 3}}})
+    assert other.fingerprint != explain.validate(keys).fingerprint
+
+
 SCHEDULES = {
     "sync": {"cohort": 4},
     "kasync": {"name": "kasync", "k": 2, "concurrency": 4, "client_speeds": {"name": "lognormal"}},

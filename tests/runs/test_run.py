@@ -629,6 +629,17 @@ def test_resume_takes_what_does_not_touch_the_result(halfway, override):
     assert reopen(halfway, [override])[2] is not None
 
 
+@pytest.mark.parametrize(
+    "changes", [{"evaluate.metrics": ["top5"]}, {"evaluate": {"metrics": "top5"}}]
+)
+def test_the_best_model_of_other_metrics_is_that_of_the_first(halfway, changes):
+    """Unless another one was chosen."""
+    assert reopen(halfway, changes)[0].config.evaluate.best_by.metric == "top5"
+    chosen = {**changes, "evaluate.best.metric": "loss", "evaluate.best.mode": "min"}
+    if "evaluate" not in changes:
+        assert reopen(halfway, chosen)[0].config.evaluate.best_by.metric == "loss"
+
+
 def test_resume_refuses_a_tampered_configuration(stopped):
     text = (stopped / "config.yaml").read_text()
     (stopped / "config.yaml").write_text(text.replace("lr: 0.05", "lr: 0.06"))

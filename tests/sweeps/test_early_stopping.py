@@ -15,6 +15,7 @@ from support.sweeps import SMALL
 
 import raysim
 from raysim.config.tracking_uri import absolute_uri
+from raysim.engine.state import checkpoint
 from raysim.errors import RaysimError
 from raysim.prepare import resolve
 from raysim.runs import run as experiment
@@ -23,6 +24,7 @@ from raysim.sweeps.early_stopping import WORST_VALUE, EarlyStopping, RungTracker
 from raysim.sweeps.preparation import prepare_sweep
 from raysim.sweeps.runner import run_sweep
 from raysim.sweeps.summary import SweepResult
+from raysim.sweeps.trials.trial import train_trial
 from raysim.tracking import mlflow_client
 
 URI = "sqlite:///mlflow.db"
@@ -80,7 +82,7 @@ def alone(trial: Trial, tmp_path: Path) -> raysim.RunResult:
 def halved(
     curves: Sequence[dict[int, float]], rungs: Sequence[int], factor: float
 ) -> list[int | None]:
-    """ASHA over trials that run one after the other, by Li et al. 2020: at each rung a trial of a
+    """ASHA over trials that run one after the other, as Ray Tune does it: at each rung a trial of a
     loss above the (1/factor)-quantile of the losses seen there before is stopped. The rung of each,
     None of those that go on."""
     seen: dict[int, list[float]] = {rung: [] for rung in rungs}
@@ -180,6 +182,29 @@ def test_a_stopped_trial_goes_on_to_the_bit(halving: SweepResult, tmp_path: Path
         found = client.get_run(told[str(trial.folder)]["run_id"])
         assert told[str(trial.folder)]["digest"] == alone(trial, tmp_path).digest
         assert found.info.status == "FINISHED" and found.data.tags["stopped_early"] == ""
+
+
+def test_only_checkpoints_of_the_trials_own_rounds_count(here, caplog):
+    """Somebody may have resumed its run for more rounds; and damaged ones displace no new ones."""
+    planned = prepare_sweep({**SMALL, "checkpoint": {"every": 1}, "sweep": {"seed": [0]}})
+    (trial,) = planned.trials
+
+    def train(stopping: EarlyStopping | None = None, stop: str = "") -> dict[str, Any]:
+        arguments = absolute_uri(URI), "swept", "", stopping, lambda figures: stop
+        assert not train_trial(trial, *arguments) and trial.result
+        return trial.result
+
+    first = train()
+    assert raysim.resume(trial.folder, {"rounds": 7}).rounds == 7
+    (trial.folder / "result.json").unlink()
+    again = train()
+    assert [again[key] for key in ("rounds", "digest")] == [3, first["digest"]]
+    for path in checkpoint.available_checkpoints(trial.folder):
+        (path / "sums.json").write_text("{}")
+    stopped = train(EarlyStopping(metric="loss", grace_period=1), "enough")
+    assert "the trial starts again" in caplog.text and stopped["rounds"] < 3
+    saved = checkpoint.read_latest(trial.folder, pytest.fail)
+    assert saved is not None and saved.facts["round"] == stopped["rounds"]
 
 
 def test_trials_that_fail_are_tried_again(place: Path):

@@ -56,6 +56,16 @@ def test_one_value_that_is_a_list_stays_one(planned):
     sweep = planned(["model.hidden=[8,9]", "sweep.samples=2", "local.lr=uniform(0.1,0.2)"])
     assert [trial.config.model.parameters["hidden"] for trial in sweep.trials] == [(8, 9)] * 2
     assert values(planned(**{"model.hidden": [[8], [9]]}))[1] == {"model.hidden": [9]}
+    for overrides in (["tracking.models=[final]"], {"tracking.models": ["final"]}):
+        assert [*planned(overrides, seed=[0]).tracking.models] == ["final"]
+
+
+def test_texts_are_those_of_the_command_line(planned):
+    sweep = planned(["algorithm=choice(fedavg,fedavgm)", "sweep.samples=4", "seed=0,1", "seed=2"])
+    assert {(trial.label, trial.config.seed) for trial in sweep.trials} == {
+        ("fedavg", 2),
+        ("fedavgm", 2),
+    }, "of values that are given twice the last ones count"
 
 
 def test_an_unknown_keyword_is_a_mistake_with_its_key():

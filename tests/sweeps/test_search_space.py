@@ -97,6 +97,10 @@ def test_the_command_line_replaces_what_the_file_says_of_a_key(here):
 def test_what_computes_the_same_is_run_once(here):
     planned = prepare_sweep(SMALL, ["seed=0..1,1", "resources.executor=inline,ray"])
     assert [trial.config.seed for trial in planned.trials] == [0, 1] and planned.merged == 4
+    (plain,) = prepare_sweep(SMALL, ["seed=0..0"]).trials
+    assert plain.folder == planned.trials[0].folder, "defaults leave a folder its name"
+    axes = ["faults.on_client_error=stop,drop", "record_updates=null,{rounds: [0, 1]}"]
+    assert len({trial.folder for trial in prepare_sweep(SMALL, axes).trials}) == 4
 
 
 def test_a_key_that_only_some_trials_have_tells_them_apart(here):

@@ -289,6 +289,20 @@ def test_again_only_what_is_missing_is_done(swept: SweepResult, mlflow: Any, sta
     assert started == larger.sweep.trials[:1]
 
 
+def test_the_figures_of_a_sweep_are_those_of_its_last_call(here, started: list[Trial], monkeypatch):
+    """A call on the same sweep has figures of its own at the same numbers of ended trials."""
+    planned = prepare_sweep({**SMALL, "sweep": {"seed": [0, 1]}})
+    train = one.train_trial
+    with monkeypatch.context() as patch:
+        fail = lambda trial, *others: "no room" if trial.config.seed else train(trial, *others)  # noqa: E731
+        patch.setattr(one, "train_trial", fail)
+        assert len(run_sweep(planned).failed) == 1
+    done = run_sweep(planned)
+    metrics = mlflow_client.connected(absolute_uri("sqlite:///mlflow.db")).get_run(done.run_id)
+    figures = [metrics.data.metrics[key] for key in ("trials_finished", "trials_failed")]
+    assert figures == [2, 0] and len(started) == 3
+
+
 def test_a_sweep_without_a_global_model_is_compared_by_its_clients(here, started: list[Trial]):
     """Ditto trains what FedAvg does; the models of the clients differ."""
     clients = {"every": 0, "clients": {"every": 1}}

@@ -97,6 +97,37 @@ def test_metrics_and_status_arrive_whatever_files_do(
     assert files == {"requirements.txt", "again"}
 
 
+def test_a_name_that_the_store_refuses_costs_no_other_metric(
+    settings: Tracking, tmp_path: Path, caplog
+) -> None:
+    tracker = Tracker(settings, tmp_path / "run")
+    run_id = tracker.start("run", {}, {})
+    names = "..x", "layers//norm", "a+b", "a*b", "../y", ".", "loss"
+    tracker.metrics({name: float(i) for i, name in enumerate(names)}, 0)
+    tracker.finish("FINISHED")
+    kept = {"layers/norm": 1, "a_b": 2, "a_b_": 3, "y": 4, "_": 5, "loss": 6}
+    assert client(settings.uri).get_run(run_id).data.metrics == kept
+    assert caplog.text.count("refuses metrics") == 1 and "'..x'" in caplog.text
+
+
+def test_a_file_that_a_resumed_run_writes_once_more_is_sent_at_its_end(
+    settings: Tracking, tmp_path: Path, caplog
+) -> None:
+    unsent = Recorder(settings.uri, settings.experiment, tmp_path / "run")
+    key = unsent.start("run", {}, {})
+    train(unsent, tmp_path / "run")  # pyright: ignore[reportArgumentType]
+    unsent.close()
+    (tmp_path / "run" / "requirements.txt").unlink()
+    tracker = Tracker(settings, tmp_path / "run")
+    run_id = tracker.start("run", {}, {}, run_id=key)
+    wait_for(lambda: tracker.pending == 1)
+    (tmp_path / "run" / "requirements.txt").write_text("torch\n")
+    tracker.finish("FINISHED")
+    files = client(settings.uri).list_artifacts(run_id)
+    assert [file.path for file in files] == ["requirements.txt"]
+    assert not tracker.pending and "refuses" not in caplog.text
+
+
 def test_files_of_a_sweep_block_no_metrics(settings: Tracking, tmp_path: Path, refused) -> None:
     """The writer sends the records of all trials."""
     recorders = [Recorder(settings.uri, settings.experiment, tmp_path / name) for name in "ab"]

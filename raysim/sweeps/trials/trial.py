@@ -133,18 +133,27 @@ def _await_end(folder: Path) -> None:
 
 
 def _where_it_stopped(trial: Trial, ready: Plan) -> checkpoint.Checkpoint | None:
-    """Return the last checkpoint of a trial if it is intact and of the same data, else None."""
-    try:
-        saved = checkpoint.read_latest(trial.folder, logger.warning)
-    except RaysimError as error:
-        logger.warning("%s; the trial starts again", error)
-        return None
+    """Return the last checkpoint of a trial if it is intact and of the same data, else None.
+
+    Checkpoints that do not count are removed: of rounds beyond the trial's, to which somebody has
+    resumed its run, and all if the trial starts again. Its new ones would have lower numbers, so
+    they would be the ones that are not kept.
+    """
+    checkpoint.remove_after(trial.folder, trial.config.rounds)
     same = {
         "fingerprint": ready.config.fingerprint,
         "data": ready.dataset.digest,
         "partition": partition_digest(ready.clients),
     }
-    return saved if saved and same.items() <= saved.facts.items() else None
+    try:
+        saved = checkpoint.read_latest(trial.folder, logger.warning)
+    except RaysimError as error:
+        logger.warning("%s; the trial starts again", error)
+        saved = None
+    if saved is not None and same.items() <= saved.facts.items():
+        return saved
+    checkpoint.remove_after(trial.folder, 0)
+    return None
 
 
 class TrialReporter:
