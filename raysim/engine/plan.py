@@ -180,7 +180,7 @@ class Plan:
     @property
     def collusion(self) -> Collusion | None:
         """The clients that change their uploads together; None if there are none."""
-        rules = (self.client, *(group.rule for group in self.groups))
+        rules = tuple(group.rule for group in self.all_groups)
         return Collusion(rules, self.members, self.server) if any(map(colludes, rules)) else None
 
     @property
@@ -201,14 +201,18 @@ class Plan:
         needs_two = self.needs_two_examples
         return local_steps(n, size, local.steps, local.epochs, needs_two, local.drop_last)
 
-    def local(self, client: int) -> Local:
-        """Return the local settings of a client.
+    @property
+    def all_groups(self) -> tuple[ClientGroup, ...]:
+        """The clients that are in no group, and `groups`; `members` are positions in it."""
+        return (ClientGroup("", self.client, self.config, self.stages), *self.groups)
+
+    def group(self, client: int) -> ClientGroup:
+        """Return the group of a client, with its rule and its local settings.
 
         Args:
             client: number of the client.
         """
-        group = 0 if self.members is None else self.members[client]
-        return self.groups[group - 1].config.local if group else self.config.local
+        return self.all_groups[0 if self.members is None else self.members[client]]
 
     @property
     def initial(self) -> tuple[Tensor, Tensor]:
