@@ -173,6 +173,8 @@ class GradientSimulator:
         config, local = group.config, group.config.local
         self.options, self.name = options, config.model.name
         self.model = plan.model(device)
+        if local.buffers == "frozen":
+            self.model.freeze_statistics()
         self.rule = group.rule.at(base) if options.attacker == "adaptive" else None
         if self.rule is not None:
             _refuse_rule(self.rule, self.model)

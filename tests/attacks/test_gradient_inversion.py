@@ -198,6 +198,11 @@ METHODS: dict[str, dict[str, Any]] = {
         "partition": PAIRS,
     },
     "batch norm": {"model": "tinynn", "local": {"batch_size": 2}, "partition": PAIRS},
+    "frozen statistics": {
+        "model": "tinynn",
+        "local": {"batch_size": 2, "buffers": "frozen"},
+        "partition": PAIRS,
+    },
     "fedprox": {"algorithm": "fedprox"},
     "fedcurv": {"algorithm": "fedcurv"},
     "fedreg": {"algorithm": {"name": "fedreg", "pairing": "own"}},
@@ -213,7 +218,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "partition": PAIRS,
     },
 }
-PLAIN = {"fedavg", "fedprox", "fedcurv", "batch norm", "fedreg"}
+PLAIN = {"fedavg", "fedprox", "fedcurv", "batch norm", "frozen statistics", "fedreg"}
 """In the first step of the first round. (FedReg's two corrections do nothing where they would be
 negative.)"""
 
