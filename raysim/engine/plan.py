@@ -20,6 +20,7 @@ from raysim.config.schema import Config
 from raysim.config.sections.local import Local
 from raysim.data import Dataset, Examples
 from raysim.data.partition.clients import Clients, VirtualClients
+from raysim.engine.driver_environment import EnvironmentOfDriver
 from raysim.models.checks.against_pytorch import check_same_outputs
 from raysim.models.flat import Model
 from raysim.rules import contract
@@ -104,12 +105,14 @@ class Plan:
     """Outputs of the initial net on a few examples, which are the same in every process."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle; unpickling the other fields needs the first two."""
-        return {"operators": OperatorsOfDriver(), "code": self.code, **self.__dict__}
+        """Return the state to pickle; unpickling the other fields needs the first ones."""
+        before_fields = {"environment": EnvironmentOfDriver(), "operators": OperatorsOfDriver()}
+        return {**before_fields, "code": self.code, **self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the fields; `operators` has done its work."""
-        self.__dict__.update({key: value for key, value in state.items() if key != "operators"})
+        """Set the fields; `environment` and `operators` have done their work."""
+        del state["environment"], state["operators"]
+        self.__dict__.update(state)
 
     @property
     def label(self) -> str:
