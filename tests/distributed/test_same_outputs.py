@@ -7,11 +7,15 @@ import pickle
 from collections.abc import Callable
 
 import pytest
+from ray.exceptions import RayError
 from support.plain_fedavg import blobs, cut, run
 from support.programs import program
 
+from raysim.distributed.waiting import translated
 from raysim.engine import driver_environment
+from raysim.engine.failure_policy import ActorDied
 from raysim.engine.plan import Plan
+from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 
 
@@ -63,6 +67,28 @@ def test_workers_have_a_variable_that_was_set_after_ray_started(
             )
             results.append((result.digest, result.history[-1]["metric"]))
     assert results[0] == results[1] != results[2] == results[3]
+
+
+def test_a_module_that_is_missing_where_an_actor_starts_is_a_mistake_of_the_configuration():
+    text = (
+        "The actor died because of an error raised in its creation task, x\n{}: No module named y"
+    )
+    missing = translated(RayError(text.format("ModuleNotFoundError")), "the start of it")
+    assert isinstance(missing, ConfigError)
+    assert str(missing).startswith("the start of it failed: No module named y; ")
+    assert type(translated(RayError(text.format("OSError")), "the start")) is ActorDied
+
+
+@pytest.mark.ray
+def test_a_module_that_only_this_process_finds_is_named(local_ray, tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "found_here_only.py").write_text("FACTOR = 2.0\n")
+    monkeypatch.syspath_prepend(tmp_path / "mine")
+    (tmp_path / "rule.py").write_text(f"import found_here_only\n{program('same_outputs_nets')}")
+    rule = {"algorithm": None, "client": f"{tmp_path}/rule.py:Client", "server": "fedavg"}
+    keys = {"resources": {"executor": "ray", "actors": 1}, "run_dir": str(tmp_path / "run")}
+    with pytest.raises(ConfigError, match=r"No module named 'found_here_only'.*PYTHONPATH"):
+        run("logistic", blobs(), cut([60, 60]), 1, **rule, **keys)
 
 
 @pytest.mark.ray
