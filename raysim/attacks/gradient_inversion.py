@@ -33,6 +33,7 @@ from raysim.attacks.attack_folder import write_attack
 from raysim.attacks.attack_options import AttackOptions
 from raysim.attacks.gradient_simulator import GradientSimulator
 from raysim.attacks.reconstructions import AttackResult, PixelRange, Reconstruction, judged
+from raysim.by_key import by_key
 from raysim.config.explain import checked_section
 from raysim.config.loading import parse_overrides
 from raysim.config.sections.optimizer import PLAIN_SGD
@@ -115,9 +116,12 @@ def invert(
     _refuse(plan, observations)
     began = time.perf_counter()
     pixels = PixelRange.of(plan.dataset, plan.dtype, options.device)
-    groups = [
-        list(group) for _, group in itertools.groupby(sorted(observations, key=_alike), _alike)
-    ]
+
+    def alike(observation: Observation) -> tuple[str, int, int]:
+        """Return a key that is equal for observations that can share one batch."""
+        return plan.group(observation.client).name, observation.base, len(observation.y)
+
+    groups = list(by_key(observations, alike).values())
     total = len(groups) * options.restarts * options.iterations
     iterations = itertools.count(1)
 
@@ -168,11 +172,6 @@ def _descend(
     return [(float(cost), restart, images) for cost, images in zip(costs, x, strict=True)]
 
 
-def _alike(observation: Observation) -> tuple[int, int]:
-    """Return a key that is equal for observations that can share one batch."""
-    return observation.base, len(observation.y)
-
-
 def _refuse(plan: Plan, observations: Sequence[Observation]) -> None:
     """Refuse a run whose updates do not show a gradient of images."""
     if not plan.learning_task.class_labels:
@@ -192,15 +191,17 @@ def _refuse(plan: Plan, observations: Sequence[Observation]) -> None:
             "'delta' of models, of which gradients are made; attack a run of another method, say "
             "fedavg"
         )
-    if (optimizer := plan.config.local.optimizer) != PLAIN_SGD:
-        raise ConfigError(
-            f"attack: the clients stepped with local.optimizer '{optimizer.name}', and a gradient "
-            "can be read off a step of plain SGD only; attack a run without local.optimizer"
-        )
-    several = [observation for observation in observations if observation.steps != 1]
-    if several:
-        raise ConfigError(
-            f"attack: client {several[0].client} made {several[0].steps} local steps, and a "
-            "gradient can be read off "
-            "one only; run it again with local.steps=1"
-        )
+    for observation in observations:
+        group = plan.group(observation.client)
+        if (optimizer := group.config.local.optimizer) != PLAIN_SGD:
+            of_group = f" of group '{group.name}'" if group.name else ""
+            raise ConfigError(
+                f"attack: client {observation.client}{of_group} stepped with local.optimizer "
+                f"'{optimizer.name}', and a gradient can be read off a step of plain SGD only; "
+                "attack a run without local.optimizer"
+            )
+        if observation.steps != 1:
+            raise ConfigError(
+                f"attack: client {observation.client} made {observation.steps} local steps, and a "
+                "gradient can be read off one only; run it again with local.steps=1"
+            )

@@ -154,7 +154,7 @@ def _refuse_rule(rule: ClientRule, model: Model) -> None:
 class GradientSimulator:
     """Gradients of observed clients, and the gradients that candidate images would give.
 
-    All clients started from the same model and have the same number of images b.
+    All clients are of one group, started from the same model and have the same number of images b.
 
     Args:
         plan: the run whose model and client rule are simulated.
@@ -169,28 +169,29 @@ class GradientSimulator:
     def __init__(
         self, plan: Plan, seen: Sequence[Observation], options: AttackOptions, device: str = "cpu"
     ):
-        config, base = plan.config, seen[0].base
+        group, base = plan.group(seen[0].client), seen[0].base
+        config, local = group.config, group.config.local
         self.options, self.name = options, config.model.name
         self.model = plan.model(device)
-        self.rule = plan.client.at(base) if options.attacker == "adaptive" else None
+        if local.buffers == "frozen":
+            self.model.freeze_statistics()
+        self.rule = group.rule.at(base) if options.attacker == "adaptive" else None
         if self.rule is not None:
             _refuse_rule(self.rule, self.model)
         broadcast = seen[0].broadcast
         self.broadcast = Broadcast(
             {k: v.to(device) for k, v in broadcast.shared.items()}, broadcast.buffers.to(device)
         )
-        local = config.local
-        decayed = self.model.decayed() if local.weight_decay else None
-        lr, x0 = local.step_sizes.of_step(base), plan.initial[0].to(device)
+        lr = local.step_sizes.of_step(base)
         self.settings = LocalSettings(
-            base,
-            lr,
-            local.weight_decay,
-            local.max_grad_norm,
-            config.example_privacy,
-            False,
-            x0,
-            decayed,
+            t=base,
+            lr=lr,
+            weight_decay=local.weight_decay,
+            clip=local.max_grad_norm,
+            privacy=config.example_privacy,
+            x0=plan.initial[0].to(device),
+            decayed=self.model.decayed() if local.weight_decay else None,
+            group=group.name,
         )
         self.clients = [observation.client for observation in seen]
         of_round = plan.clients.at(base)

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.table import Table
+from typer.core import TyperGroup
 
 from raysim.cli.base import app, job_app, print_table
 from raysim.cli.terminal import say
@@ -127,8 +128,9 @@ def checked_command(
         The command with paths relative to the working directory.
 
     Raises:
-        ConfigError: the command is invalid, it names files that are not uploaded, or its tracking
-            store would be lost with the job.
+        ConfigError: the configuration is invalid, it names files that are not uploaded, or its
+            tracking store would be lost with the job.
+        UsageError: the command has unknown options, or lacks an argument.
     """
     name, *arguments = command or ("",)
     if name not in SUBMITTABLE_COMMANDS:
@@ -136,16 +138,16 @@ def checked_command(
             f"submit: '{name}' cannot run as a job{did_you_mean(name, SUBMITTABLE_COMMANDS)}; "
             "write: submit -- run my.yaml"
         )
-    words = [argument for argument in arguments if not argument.startswith("-")]
-    if not words:
-        raise ConfigError(f"submit: raysim {name} needs a configuration, or a run's folder")
     _check_files(working_dir, requirements)
-    source, *options = words
+    commands = cast(TyperGroup, typer.main.get_command(app)).commands
+    parsed = commands[name].make_context(f"raysim {name}", [*arguments]).params
+    overrides = parsed["overrides"]
     if name == "resume":
-        _check_resumed(source, options, working_dir)
+        _check_resumed(parsed["run"], overrides, working_dir)
         return [name, *arguments]
+    source = parsed["config"]
     with _inside(working_dir):
-        _check_configurations(name, source, options)
+        _check_configurations(name, source, overrides)
     relative = _relative_to(working_dir, source)
     _check_uploaded(working_dir, relative)
     return [name, *(relative if argument == source else argument for argument in arguments)]
@@ -170,11 +172,12 @@ def _check_uploaded(working_dir: Path, path: str) -> None:
         )
 
 
-def _check_resumed(run_dir: str, options: Sequence[str], working_dir: Path) -> None:
+def _check_resumed(run_dir: str, overrides: Sequence[str], working_dir: Path) -> None:
     """Raise ConfigError if a job cannot resume a run."""
     from raysim.config.loading import parse_overrides
 
-    _refuse_secrets(str(parse_overrides(options).get("tracking.uri", "")))
+    if uri := parse_overrides(overrides).get("tracking.uri"):
+        _check_store(str(uri))
     if not Path(run_dir).is_absolute() and (working_dir / run_dir).exists():
         raise ConfigError(
             f"submit: {run_dir} is not uploaded with the job; resume needs the absolute path "
@@ -182,14 +185,13 @@ def _check_resumed(run_dir: str, options: Sequence[str], working_dir: Path) -> N
         )
 
 
-def _check_configurations(name: str, source: str, options: Sequence[str]) -> None:
+def _check_configurations(name: str, source: str, overrides: Sequence[str]) -> None:
     """Raise ConfigError if a run, or a trial of a sweep, is invalid or cannot run in a job."""
     from raysim.config import explain
     from raysim.prepare import resolve
     from raysim.rules.methods import pairs
     from raysim.sweeps.preparation import read_sweep
 
-    overrides = [option for option in options if "=" in option]
     if name == "sweep":
         described = read_sweep(source, overrides)
         configurations = map(described.raw, described.points)
@@ -202,27 +204,47 @@ def _check_configurations(name: str, source: str, options: Sequence[str]) -> Non
 
 
 def _check_places(config: Config) -> None:
-    """Raise ConfigError if the tracking store or the user's code is not available to a job."""
-    uri = config.tracking.uri
+    """Raise ConfigError if the tracking store or the user's files are not available to a job."""
+    from raysim.config.sections.data import Arrays
+    from raysim.prepare import file_digests
+
+    _check_store(config.tracking.uri)
+    for key, reference in file_digests.references(config):
+        path = reference.rpartition(":")[0]
+        if path.endswith(".py"):
+            _check_in_folder(key, path)
+    paths = dict(file_digests.own_paths(config))
+    if isinstance(config.data, Arrays):
+        paths["data.path"] = config.data.path
+    for key, path in paths.items():
+        # An absolute one may be on a disk that all nodes see.
+        if not Path(path).expanduser().is_absolute():
+            _check_in_folder(key, path)
+
+
+def _check_in_folder(key: str, path: str) -> None:
+    """Raise ConfigError if a file that a key names is not uploaded with the current folder."""
+    if Path(path).is_absolute() or ".." in Path(path).parts:
+        raise ConfigError(
+            f"{key}: {path} is not uploaded with the job; put it into --working-dir "
+            "and name it relative to that folder"
+        )
+    if not Path(path).exists():
+        raise ConfigError(f"{key}: there is no file {path} in --working-dir")
+    _check_uploaded(Path(), path)
+
+
+def _check_store(uri: str) -> None:
+    """Raise ConfigError if a job cannot use a tracking store."""
+    from raysim.config.tracking_uri import absolute_uri
+
     _refuse_secrets(uri)
+    absolute_uri(uri)
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         raise ConfigError(
             f"tracking.uri: {uri} would be deleted with the job's folder; use a server, "
             "http://HOST:5000, or a file on a shared disk, sqlite:////shared/mlflow.db"
         )
-    for section in ("algorithm", "client", "server", "model"):
-        named = getattr(config, section)
-        if named is None or ".py:" not in f"{named.name}:":
-            continue
-        path = Path(named.name.rpartition(":")[0] or named.name)
-        if path.is_absolute() or ".." in path.parts:
-            raise ConfigError(
-                f"{section}: {path} is not uploaded with the job; put it into --working-dir "
-                "and name it relative to that folder"
-            )
-        if not path.is_file():
-            raise ConfigError(f"{section}: there is no file {path} in --working-dir")
-        _check_uploaded(Path(), str(path))
 
 
 def _refuse_secrets(uri: str) -> None:

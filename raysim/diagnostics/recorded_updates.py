@@ -51,8 +51,7 @@ class RecordedUpdates(Probe):
                 "record_updates: the attacks that read it need class labels, which task "
                 f"'{plan.learning_task.name}' has not; leave it out"
             )
-        rules = (plan.client, *(group.rule for group in plan.groups))
-        starts_elsewhere = any(overridden(rule, ["begin"]) for rule in rules)
+        starts_elsewhere = any(overridden(group.rule, ["begin"]) for group in plan.all_groups)
         if starts_elsewhere or overridden(plan.server, ["sent_to"]) or plan.personal.keys:
             raise ConfigError(
                 "record_updates: the attacks that read it need clients that start from the global "

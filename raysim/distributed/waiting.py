@@ -49,8 +49,8 @@ def translated(error: RayError, awaited: str) -> RaysimError:
 
     Returns:
         `ActorDied`; `ServerStateLost` if an input of the call is lost; `ConfigError` if the actor
-        found a mistake in the configuration while it started; the error of raysim that the actor
-        raised; or a `RaysimError` with another error that it raised.
+        found a mistake in the configuration, or a module is missing, while it started; the error of
+        raysim that the actor raised; or a `RaysimError` with another error that it raised.
     """
     if isinstance(error, RayTaskError):
         if isinstance(error.cause, RaysimError):
@@ -64,6 +64,11 @@ def translated(error: RayError, awaited: str) -> RaysimError:
     kind, _, message = reason.partition(": ")
     if kind == f"{ConfigError.__module__}.{ConfigError.__name__}":
         return ConfigError(message)
+    if kind == ModuleNotFoundError.__name__:
+        return ConfigError(
+            f"{awaited} failed: {message}; install it where the workers run, put it on PYTHONPATH "
+            "before Ray starts, or into the folder of the command"
+        )
     return ActorDied(f"{awaited} failed: {reason}")
 
 

@@ -20,6 +20,7 @@ from raysim.config.schema import Config
 from raysim.config.sections.local import Local
 from raysim.data import Dataset, Examples
 from raysim.data.partition.clients import Clients, VirtualClients
+from raysim.engine.driver_environment import EnvironmentOfDriver
 from raysim.models.checks.against_pytorch import check_same_outputs
 from raysim.models.flat import Model
 from raysim.rules import contract
@@ -104,12 +105,14 @@ class Plan:
     """Outputs of the initial net on a few examples, which are the same in every process."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle; unpickling the other fields needs the first two."""
-        return {"operators": OperatorsOfDriver(), "code": self.code, **self.__dict__}
+        """Return the state to pickle; unpickling the other fields needs the first ones."""
+        before_fields = {"environment": EnvironmentOfDriver(), "operators": OperatorsOfDriver()}
+        return {**before_fields, "code": self.code, **self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the fields; `operators` has done its work."""
-        self.__dict__.update({key: value for key, value in state.items() if key != "operators"})
+        """Set the fields; `environment` and `operators` have done their work."""
+        del state["environment"], state["operators"]
+        self.__dict__.update(state)
 
     @property
     def label(self) -> str:
@@ -180,7 +183,7 @@ class Plan:
     @property
     def collusion(self) -> Collusion | None:
         """The clients that change their uploads together; None if there are none."""
-        rules = (self.client, *(group.rule for group in self.groups))
+        rules = tuple(group.rule for group in self.all_groups)
         return Collusion(rules, self.members, self.server) if any(map(colludes, rules)) else None
 
     @property
@@ -201,14 +204,18 @@ class Plan:
         needs_two = self.needs_two_examples
         return local_steps(n, size, local.steps, local.epochs, needs_two, local.drop_last)
 
-    def local(self, client: int) -> Local:
-        """Return the local settings of a client.
+    @property
+    def all_groups(self) -> tuple[ClientGroup, ...]:
+        """The clients that are in no group, and `groups`; `members` are positions in it."""
+        return (ClientGroup("", self.client, self.config, self.stages), *self.groups)
+
+    def group(self, client: int) -> ClientGroup:
+        """Return the group of a client, with its rule and its local settings.
 
         Args:
             client: number of the client.
         """
-        group = 0 if self.members is None else self.members[client]
-        return self.groups[group - 1].config.local if group else self.config.local
+        return self.all_groups[0 if self.members is None else self.members[client]]
 
     @property
     def initial(self) -> tuple[Tensor, Tensor]:

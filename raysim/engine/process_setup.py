@@ -123,7 +123,7 @@ def make_trainer(plan: Plan, device: str) -> GroupTrainer:
     x0 = plan.initial[0].to(device)
     measures = probes.measures(plan)
     kind = TRAINERS[plan.mode]
-    rules = (plan.client, *(group.rule for group in plan.groups))
+    rules = [group.rule for group in plan.all_groups]
     # Loaded when it is first needed, because most workers need no test examples.
     test_half = cache(lambda: Examples.of(plan.dataset, "test", device, plan.dtype, gpus))
     tests = vals = None
@@ -149,7 +149,7 @@ def make_trainer(plan: Plan, device: str) -> GroupTrainer:
     )
     trainers = [
         kind(group, replace(parts, model=model.with_precision(group.config.local.precision)))
-        for group in (ClientGroup("", plan.client, plan.config, plan.stages), *plan.groups)
+        for group in plan.all_groups
     ]
     trainer = GroupTrainer(trainers, plan.members)
     if evaluator := make_client_evaluator(plan, trainer, test_half):

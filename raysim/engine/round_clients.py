@@ -73,7 +73,10 @@ def make_cohort(plan: Plan, scheduled: ScheduledRound) -> RoundCohort:
     bases = [arrival.base for arrival in scheduled.arrivals]
     sizes_at = plan.clients.sizes_by_round.at
     sizes = [int(sizes_at(t)[i]) for i, t in zip(scheduled.ids, bases, strict=True)]
-    steps = [plan.local_steps(plan.local(i), n) for i, n in zip(scheduled.ids, sizes, strict=True)]
+    steps = [
+        plan.local_steps(plan.group(i).config.local, n)
+        for i, n in zip(scheduled.ids, sizes, strict=True)
+    ]
     cohort = RoundCohort(
         scheduled.t,
         scheduled.ids,

@@ -132,7 +132,7 @@ class _NamedCode:
 def _code(config: Config) -> dict[str, _NamedCode]:
     """Return the code that each section names."""
     code_by_section = {}
-    for key, reference in _references(config):
+    for key, reference in references(config):
         where = reference.rpartition(":")[0]
         if reference.startswith(python_objects.PREFIX):
             kept = python_objects.find(reference, f"{key}.name")
@@ -178,6 +178,15 @@ def of_data(config: Config, dataset: Dataset) -> FileDigests:
 def _paths(config: Config, recorded: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield each key that names a file, except those of examples and initial weights."""
     yield from _path_parameters(config, recorded)
+    yield from own_paths(config)
+
+
+def own_paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key of raysim's own that names a file other than code and examples, with its path.
+
+    Args:
+        config: the configuration of the run.
+    """
     if isinstance(config.schedule.client_speeds, Trace):
         yield "schedule.client_speeds.path", config.schedule.client_speeds.path
     if isinstance(config.partition, FromFile):
@@ -264,8 +273,12 @@ def _changed_file(key: str, name: str, before: str | None, now: str | None) -> C
     )
 
 
-def _references(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield each key that names code outside raysim, with the reference to that code."""
+def references(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key that names code outside raysim, with the reference to that code.
+
+    Args:
+        config: the configuration of the run.
+    """
     for key, name in _names(config):
         section = key.rstrip(".0123456789").rpartition(".")[2]
         if ":" in name:

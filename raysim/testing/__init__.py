@@ -119,6 +119,9 @@ def check_captures(rtol: float = 1e-8, **keys: Any) -> RunResult:
 def check_resume(**keys: Any) -> None:
     """Check that a run that is stopped after its first round and resumed has the same bits.
 
+    Another run with another seed trains in between. What a method keeps in Python then comes from
+    that run, where a new process would have nothing.
+
     Args:
         **keys: the configuration, as for `check_method`.
 
@@ -129,6 +132,7 @@ def check_resume(**keys: Any) -> None:
     whole = _train(keys)
     with tempfile.TemporaryDirectory() as folder:
         _train(keys, run_dir=folder, progress=lambda record: record["round"] == 1)
+        _train(keys, seed=keys.get("seed", SMALL_RUN["seed"]) + 1)
         resumed = execute(*reopen(folder), tracker=Untracked())
     assert_same(whole, resumed, "an uninterrupted run", "one that was resumed")
 

@@ -18,6 +18,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.losses import Net
 from raysim.rules.tasks.learning_task import TaskMetric
 from raysim.rules.tasks.loss_task import LossTask
+from raysim.rules.tasks.task_metrics import predicted_classes
 from raysim.training.tasks.forward_pass import ForwardPass, of_bound
 
 Predict = Callable[[Net], Tensor]
@@ -78,7 +79,7 @@ def measure(
                     of_metric = task.as_returned(own_outputs.clone(), type(metric))
                     parts.append(metric.rows(of_metric, y.clone()))
             if classes:
-                hits = y[outputs.argmax(1) == y]
+                hits = y[predicted_classes(outputs) == y]
                 of_class += torch.stack([torch.bincount(p, minlength=classes) for p in (hits, y)])
     values = {}
     for metric, parts in zip(metrics, rows, strict=True):

@@ -25,6 +25,7 @@ from raysim.attacks.attack_options import AttackOptions
 from raysim.attacks.gradient_inversion import invert
 from raysim.attacks.gradient_simulator import GradientSimulator
 from raysim.attacks.reconstructions import PixelRange
+from raysim.by_key import by_key
 from raysim.diagnostics import recorded_updates
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
@@ -197,6 +198,11 @@ METHODS: dict[str, dict[str, Any]] = {
         "partition": PAIRS,
     },
     "batch norm": {"model": "tinynn", "local": {"batch_size": 2}, "partition": PAIRS},
+    "frozen statistics": {
+        "model": "tinynn",
+        "local": {"batch_size": 2, "buffers": "frozen"},
+        "partition": PAIRS,
+    },
     "fedprox": {"algorithm": "fedprox"},
     "fedcurv": {"algorithm": "fedcurv"},
     "fedreg": {"algorithm": {"name": "fedreg", "pairing": "own"}},
@@ -212,7 +218,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "partition": PAIRS,
     },
 }
-PLAIN = {"fedavg", "fedprox", "fedcurv", "batch norm", "fedreg"}
+PLAIN = {"fedavg", "fedprox", "fedcurv", "batch norm", "frozen statistics", "fedreg"}
 """In the first step of the first round. (FedReg's two corrections do nothing where they would be
 negative.)"""
 
@@ -231,6 +237,40 @@ def test_at_the_true_images_the_adaptive_attacker_sees_what_was_sent(observe, me
         assert (distance > 1e-3).all(), "a plain gradient is something else"
     elif method != "fedreg":
         assert (distance < 1e-6).all()
+
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "step size": {"local": {"lr": 0.5}},
+    "weight decay": {"local": {"weight_decay": 0.3}},
+    "clipping": {"local": {"max_grad_norm": 0.05}},
+    "rule": {"client": {"name": "fedreg_mg", "pairing": "own", "eta_s": 0.05}},
+}
+
+
+@pytest.mark.parametrize("own", GROUPS)
+def test_clients_of_a_group_are_simulated_with_its_rule_and_settings(observe, own):
+    seen = observe(groups={"own": {"share": 0.5, **GROUPS[own]}}, schedule={"cohort": 8})
+    options = AttackOptions(attacker="adaptive", cost="l2", iterations=2)
+    groups = by_key(seen.observations, lambda one: seen.plan.group(one.client).name)
+    assert set(groups) == {"", "own"}
+    for part in groups.values():
+        simulation = GradientSimulator(seen.plan, part, options)
+        simulation.dry_run()
+        costs = simulation.costs(torch.stack([one.x for one in part]))
+        assert (costs < 1e-12 * simulation.g.square().sum(1)).all()
+    mixed = invert(seen.plan, seen.observations, options)
+    for found, one in zip(mixed.clients, seen.observations, strict=True):
+        (alone,) = invert(seen.plan, [one], options).clients
+        assert found.client == one.client and found.cost == pytest.approx(alone.cost, rel=1e-6)
+
+
+def test_an_optimizer_of_a_group_is_refused_where_its_clients_were_observed(observe):
+    own = {"share": 0.5, "local": {"optimizer": "adam"}}
+    seen = observe(groups={"own": own}, schedule={"cohort": 8})
+    groups = by_key(seen.observations, lambda one: seen.plan.group(one.client).name)
+    with pytest.raises(ConfigError, match=r"of group 'own' stepped with local\.optimizer 'adam'"):
+        invert(seen.plan, seen.observations, AttackOptions())
+    assert invert(seen.plan, groups[""], AttackOptions(iterations=1)).clients
 
 
 @pytest.mark.parametrize("cost", ["l2", "cosine"])

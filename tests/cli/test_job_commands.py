@@ -10,12 +10,16 @@ import pytest
 import typer
 import yaml
 
+from raysim.cli import UsageError
 from raysim.cli.jobs import _follow_job, checked_command
 from raysim.distributed.cluster.jobs import JobClient, _job
 from raysim.errors import ConfigError
 
 SHARED = {"rounds": 1, "data": "digits", "algorithm": "fedavg"}
 SHARED |= {"tracking": {"uri": "http://tracking:5000"}}
+
+
+RULE = "from raysim.rules import ClientRule\n\n\nclass f(ClientRule):\n    pass\n"
 
 
 @pytest.fixture
@@ -52,6 +56,66 @@ def test_a_file_of_the_users_code_has_to_be_uploaded(folder: Path) -> None:
     (folder / ".gitignore").write_text("net.py\n")
     with pytest.raises(ConfigError, match=r"net\.py is not uploaded.*\.gitignore"):
         checked_command(command, folder)
+
+
+CODE = {
+    "data": "data={}:f",
+    "task": "task={}:f",
+    "partition": "partition={}:f",
+    "evaluate.metrics.0": "evaluate.metrics=[{}:f]",
+    "evaluate.probes.0": "evaluate.probes=[{}:f]",
+    "schedule.sampling": "schedule.sampling={}:f",
+    "local.lr": "local.lr={}:f",
+    "groups.a.client": "groups.a={{share: 0.5, client: {}:f}}",
+}
+
+
+@pytest.mark.parametrize("key", CODE)
+def test_all_code_that_a_configuration_names_is_uploaded(folder: Path, key: str) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "code.py").write_text(RULE)
+    command = ["run", "mine.yaml", CODE[key].format("mine/code.py")]
+    assert checked_command(command, folder) == command
+    (folder / ".gitignore").write_text("mine/\n")
+    with pytest.raises(ConfigError, match=r"mine/code\.py is not uploaded.*\.gitignore"):
+        checked_command(command, folder)
+    with pytest.raises(ConfigError, match=rf"{key}: {folder}/mine/code\.py is not uploaded"):
+        checked_command([*command[:2], CODE[key].format(folder / "mine" / "code.py")], folder)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("groups.a.file", "groups.a={{file: {}, client: fedprox}}"),
+        ("partition.path", "partition={{name: file, path: {}}}"),
+        ("data.path", "data={{name: arrays, path: {}}}"),
+    ],
+)
+def test_files_of_clients_and_examples_are_uploaded_or_absolute(
+    folder: Path, key: str, value: str
+) -> None:
+    for path, why in (("there.npz", "no file there.npz"), ("../x.npz", "not uploaded")):
+        with pytest.raises(ConfigError, match=f"{key}: .*{why}"):
+            checked_command(["run", "mine.yaml", value.format(path)], folder)
+    (folder / "there.npz").touch()
+    for path in ("there.npz", "/shared/there.npz"):
+        assert checked_command(["run", "mine.yaml", value.format(path)], folder)
+
+
+def test_options_and_their_values_are_read_as_the_command_reads_them(folder: Path) -> None:
+    options = ["--parallel", "2", "--ledger", "f", "--dir", "d", "--where", "method=fedavg"]
+    for command in (
+        ["sweep", *options, "mine.yaml", "seed=0..2"],
+        ["sweep", "mine.yaml", "seed=0..2", *options],
+    ):
+        assert checked_command(command, folder) == command
+    for command in (
+        ["sweep", "mine.yaml", "--jobs", "2"],
+        ["resume", "--quiet", "/runs/x"],
+        ["run"],
+    ):
+        with pytest.raises(UsageError):
+            checked_command(command, folder)
 
 
 def test_variables_of_this_machine_do_not_count_for_a_job(folder: Path, monkeypatch) -> None:

@@ -408,7 +408,8 @@ def test_a_job_that_others_sent_off_is_refused(monkeypatch, name):
     ("command", "said"),
     [
         ("rnu mine.yaml", "did you mean 'run'"),
-        ("run", "needs a configuration"),
+        ("run mine.yaml tracking.uri=mlruns", "tracking.uri: 'mlruns' is a folder"),
+        ("resume /shared/run tracking.uri=mlruns", "tracking.uri: 'mlruns' is a folder"),
         ("run mine.yaml tracking.uri=sqlite:///mlflow.db", "tracking.uri: .*would be deleted"),
         ("run nosuch.yaml", "nosuch"),
         ("run mine.yaml roudns=3", "did you mean 'rounds'"),

@@ -11,9 +11,8 @@ import pytest
 from support.processes import basic, written
 
 import raysim
-from raysim.distributed.cluster.versions import source_code
-
-pytestmark = pytest.mark.ray
+from raysim.distributed.cluster.versions import SourceCode, check_source_code, source_code
+from raysim.errors import ConfigError
 
 PACKAGE = Path(raysim.__file__).parent
 
@@ -24,6 +23,7 @@ def copied(folder: Path) -> Path:
     return Path(shutil.copytree(PACKAGE, folder / "raysim", ignore=kept_out))
 
 
+@pytest.mark.ray
 def test_an_actor_with_other_source_code_of_raysim_is_refused(tmp_path, uri):
     """Ray's workers find a package in the folder of the command before the installed one."""
     copy = copied(tmp_path)
@@ -50,3 +50,14 @@ def test_the_source_code_is_that_of_all_modules_in_any_folder(tmp_path, monkeypa
     assert there.digest == here.digest and there.folder == str(tmp_path / "raysim")
     (tmp_path / "raysim/algorithms/fedreg.py").write_text("")
     assert source_code.__wrapped__().digest != here.digest
+
+
+def test_files_that_were_changed_meanwhile_are_told_from_another_folder():
+    here = SourceCode("/here/raysim", "1")
+    check_source_code("the ServerActor", here, here)
+    with pytest.raises(
+        ConfigError, match="files were changed since this process started, so start"
+    ):
+        check_source_code("the ServerActor", SourceCode("/here/raysim", "2"), here)
+    with pytest.raises(ConfigError, match="in /there/raysim, than the command, in /here/raysim"):
+        check_source_code("the ServerActor", SourceCode("/there/raysim", "2"), here)

@@ -200,8 +200,22 @@ def test_every_shipped_metric_has_an_oracle():
 def test_figures_of_one_kind_only_are_nan():
     same = np.zeros(N, dtype=np.int64)
     assert math.isnan(measured(Classification(), "auc", LOGITS, same))
-    assert math.isnan(measured(Regression(), "r2", PREDICTED[:, :1], np.ones(N)))
+    for target in (1.0, 0.1):  # the mean of equal numbers may be another one
+        assert math.isnan(measured(Regression(), "r2", PREDICTED[:, :1], np.full(N, target)))
     assert math.isnan(measured(NextToken(), "perplexity", TOKEN_LOGITS, np.full((N, T), -100)))
+
+
+@pytest.mark.parametrize(
+    "task, outputs, y",
+    [(Classification(), LOGITS, LABELS), (Multilabel(), LOGITS, TRUTH), (NextToken(), TOKEN_LOGITS, NEXT)],
+    ids=lambda v: getattr(v, "name", ""),
+)  # fmt: skip
+def test_an_output_that_is_nan_is_wrong(task, outputs, y):
+    """A run that has diverged has no hits, neither of class 0 nor of labels that are absent."""
+    outputs = np.full_like(outputs, np.nan)
+    for name in task.metric_classes:
+        value = measured(task, name.format(k=2), outputs, y)
+        assert math.isnan(value) if name in ("auc", "perplexity") else value == 0, name
 
 
 # -- checks of the data ----------------------------------------------------------------------------

@@ -35,6 +35,15 @@ def test_a_method_that_keeps_something_in_python_is_refused(plain):
         testing.check_captures(algorithm=plain.replace(":plain", ":remembers"))
 
 
+def test_a_method_that_keeps_clients_in_python_is_found_by_resuming(plain):
+    """After the rounds of a dry run, and in a variable of its file."""
+    testing.check_captures(algorithm=plain.replace(":plain", ":late"))
+    with pytest.raises(
+        AssertionError, match="an uninterrupted run and one that was resumed differ"
+    ):
+        testing.check_resume(algorithm=plain.replace(":plain", ":late"))
+
+
 def test_runs_of_checks_are_not_tracked():
     with pytest.raises(ConfigError, match="tracking: the runs of checks are not tracked"):
         testing.check_captures(algorithm="fedavg", tracking=True)

@@ -95,10 +95,13 @@ def test_the_number_of_steps_is_known_before_the_run(base, ragged, source):
     }  # fmt: skip
     for name, expected in (("plain", [6, 4, 2, 0, 2]), ("batch norm", [4, 2, 2, 0, 2])):
         plan = prepare({**config, "model": {"name": source("net", NETS[name]) + ":Net"}})
-        steps = [plan.local_steps(plan.local(i), n) for i, n in enumerate(plan.clients.sizes)]
+        steps = [
+            plan.local_steps(plan.group(i).config.local, n)
+            for i, n in enumerate(plan.clients.sizes)
+        ]
         assert steps == expected
     full = prepare({**config, "local": {"epochs": 2, "batch_size": "full"}})
-    assert [full.local_steps(full.local(0), n) for n in (33, 17, 1, 0)] == [2, 2, 2, 0]
+    assert [full.local_steps(full.group(0).config.local, n) for n in (33, 17, 1, 0)] == [2, 2, 2, 0]
 
 
 # --- local.drop_last
@@ -187,7 +190,7 @@ def test_a_client_without_a_batch_counts_as_one_without_examples(base, ragged, c
     with caplog.at_level(logging.WARNING, logger="raysim"):
         plan = prepare(config)
     assert plan.clients.sizes.tolist() == [33, 17, 0, 0, 16]
-    assert [plan.local_steps(plan.local(i), n) for i, n in enumerate(plan.clients.sizes)] == [
+    assert [plan.local_steps(plan.group(i).config.local, n) for i, n in enumerate(plan.clients.sizes)] == [
         4, 2, 0, 0, 2,
     ]  # fmt: skip
     assert plan.problem.n_nonempty == 3
@@ -198,7 +201,10 @@ def test_a_client_without_a_batch_counts_as_one_without_examples(base, ragged, c
         "groups": {"exact": {"ids": [0, 2], "local": {"drop_last": True}}},
     })  # fmt: skip
     assert grouped.clients.sizes.tolist() == [33, 17, 0, 0, 16]
-    steps = [grouped.local_steps(grouped.local(i), n) for i, n in enumerate(grouped.clients.sizes)]
+    steps = [
+        grouped.local_steps(grouped.group(i).config.local, n)
+        for i, n in enumerate(grouped.clients.sizes)
+    ]
     assert steps == [4, 4, 0, 0, 2]
 
 

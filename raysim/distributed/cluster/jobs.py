@@ -217,6 +217,8 @@ def is_excluded(working_dir: Path, path: str) -> bool:
     read = getattr(packaging, "get_excludes_from_ignore_files", None)
     if read is None:  # another version of Ray
         return False
+    # It tells on standard error that it leaves out .gitignore itself.
+    logging.getLogger(packaging.__name__).setLevel(logging.WARNING)
     excludes = read(working_dir.resolve(), include_gitignore=True)
     return any(exclude((working_dir / path).resolve()) for exclude in excludes)
 

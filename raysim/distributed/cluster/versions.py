@@ -95,9 +95,16 @@ def check_source_code(process: str, there: SourceCode, command: SourceCode) -> N
     Raises:
         ConfigError: they differ.
     """
-    if there.digest != command.digest:
+    if there.digest == command.digest:
+        return
+    if there.folder == command.folder:
         raise ConfigError(
-            f"resources: {process} has another raysim, in {there.folder}, than the command, in "
-            f"{command.folder}; install one of them everywhere (`pip install -e .` in a checkout), "
-            "or start from a folder without raysim/"
+            f"resources: {process} has another raysim than the command, both in {there.folder}: "
+            "its files were changed since this process started, so start it again; on another "
+            "machine, install the same there"
         )
+    raise ConfigError(
+        f"resources: {process} has another raysim, in {there.folder}, than the command, in "
+        f"{command.folder}; install one of them everywhere (`pip install -e .` in a checkout), "
+        "or start from a folder without raysim/"
+    )

@@ -204,7 +204,7 @@ def have_own_models(plan: Plan) -> bool:
     Args:
         plan: the plan of the run.
     """
-    rules = (plan.client, *(group.rule for group in plan.groups))
+    rules = [group.rule for group in plan.all_groups]
     return any(uses_own_models(plan.config, rule, plan.server) for rule in rules)
 
 

@@ -113,7 +113,7 @@ def check_same_outputs(model: Model, expected: Tensor) -> None:
         raise ConfigError(
             f"{model.label} gives other outputs in a worker than in the process that started the "
             "run: forward depends on something outside of the net, such as a global variable that "
-            "was changed, an environment variable or the order of a set; make it an attribute or "
+            "was changed, the machine's environment or the order of a set; make it an attribute or "
             "a parameter of the net"
         )
 

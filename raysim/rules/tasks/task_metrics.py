@@ -11,12 +11,22 @@ from torch import Tensor
 from raysim.rules.tasks.learning_task import TaskMetric
 
 
+def predicted_classes(outputs: Tensor) -> Tensor:
+    """Return the class of the largest logit of each example or token; -1 if one is NaN.
+
+    Args:
+        outputs: logits, [..., classes].
+    """
+    # argmax takes NaN for the largest.
+    return torch.where(outputs.isnan().any(-1), -1, outputs.argmax(-1))
+
+
 class Accuracy(TaskMetric):
     """Share of the examples whose largest logit is that of their label."""
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return hits, [B]. See `TaskMetric.rows`."""
-        return outputs.argmax(1) == y
+        return predicted_classes(outputs) == y
 
 
 class TopKAccuracy(TaskMetric):
@@ -42,38 +52,24 @@ class TopKAccuracy(TaskMetric):
         return is_hit & ~outputs.isnan().any(1)  # NaN compares as no larger logit
 
 
-class _Confusion(TaskMetric):
-    """A figure from prediction and label of each example."""
+class MacroF1(TaskMetric):
+    """Mean F1 over the classes that occur among labels or predictions."""
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return predicted class and label, [B, 2]."""
-        return torch.stack([outputs.argmax(1), y], 1)
-
-    def _counts(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return true positives, predictions and labels of each class."""
-        predicted, label = rows[:, 0], rows[:, 1]
-        hits = label[predicted == label]
-        tp, p, t = (np.bincount(part, minlength=self.outputs) for part in (hits, predicted, label))
-        return tp, p, t
-
-
-class MacroF1(_Confusion):
-    """Mean F1 over the classes that occur among labels or predictions."""
+        """Return predicted class and label, [B, 2]. See `TaskMetric.rows`."""
+        return torch.stack([predicted_classes(outputs), y], 1)
 
     def value(self, rows: np.ndarray) -> float:
         """Return the mean of 2 TP / (predictions + labels). See `TaskMetric.value`."""
-        tp, p, t = self._counts(rows)
+        predicted, label = rows[:, 0], rows[:, 1]
+        classes = (label[predicted == label], predicted[predicted >= 0], label)
+        tp, p, t = (np.bincount(part, minlength=self.outputs) for part in classes)
         present = p + t > 0
         return float(np.mean(2 * tp[present] / (p + t)[present])) if present.any() else np.nan
 
 
-class MicroF1(_Confusion):
+class MicroF1(Accuracy):
     """F1 of all classes' counts together; for one label each it is the accuracy."""
-
-    def value(self, rows: np.ndarray) -> float:
-        """Return 2 Σ TP / Σ (predictions + labels). See `TaskMetric.value`."""
-        tp, p, t = self._counts(rows)
-        return float(2 * tp.sum() / (p + t).sum()) if len(rows) else np.nan
 
 
 class Auc(TaskMetric):
@@ -114,13 +110,19 @@ def _columns(values: Tensor) -> Tensor:
     return values.reshape(len(values), -1)
 
 
+def _predicted_labels(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the predicted and the true labels, bool [B, labels]; a NaN predicts the wrong one."""
+    truth = _columns(y > 0)
+    return torch.where(_columns(outputs.isnan()), ~truth, _columns(outputs > 0)), truth
+
+
 class SubsetAccuracy(TaskMetric):
     """Share of the examples of which every label is right."""
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return hits, [B]. See `TaskMetric.rows`."""
-        is_hit = (_columns(outputs > 0) == _columns(y > 0)).all(1)
-        return is_hit & ~_columns(outputs.isnan()).any(1)  # NaN is no label that is absent
+        predicted, truth = _predicted_labels(outputs, y)
+        return (predicted == truth).all(1)
 
 
 class _MultilabelCounts(TaskMetric):
@@ -128,7 +130,7 @@ class _MultilabelCounts(TaskMetric):
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return predictions and truth, bool [B, 2, labels]."""
-        return torch.stack([_columns(outputs > 0), _columns(y > 0)], 1)
+        return torch.stack(_predicted_labels(outputs, y), 1)
 
     def _counts(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the true positives of each label, and predictions plus true labels."""
@@ -204,8 +206,9 @@ class R2(_Errors):
         predicted, y = rows[:, 0], rows[:, 1]
         residual = ((y - predicted) ** 2).sum(0)
         total = ((y - y.mean(0)) ** 2).sum(0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return float(np.mean(np.where(total > 0, 1 - residual / total, np.nan)))
+        # Rounding of the mean may leave a total of equal targets above 0.
+        total[(y == y[:1]).all(0)] = np.nan
+        return float(np.mean(1 - residual / total))
 
 
 class _OverTokens(TaskMetric):
@@ -225,7 +228,7 @@ class TokenAccuracy(_OverTokens):
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return hits and real positions of each sequence, [B, 2]. See `TaskMetric.rows`."""
         real = self.task.real(y)
-        return torch.stack([((outputs.argmax(-1) == y) & real).sum(1), real.sum(1)], 1)
+        return torch.stack([((predicted_classes(outputs) == y) & real).sum(1), real.sum(1)], 1)
 
     def value(self, rows: np.ndarray) -> float:
         """Return the share of hits. See `TaskMetric.value`."""

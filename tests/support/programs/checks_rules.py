@@ -26,5 +26,19 @@ class Remembers(ClientRule):
         return (1 + len(self.calls) % 3) * task.grad(state["w"], batch)
 
 
+LAST_UPDATES = {}
+
+
+@dataclass(frozen=True)
+class Late(ClientRule):
+    def finish(self, shared, state, client_state, data, task):
+        client, delta = int(task.client), shared["x"] - state["w"]
+        if int(task.t) >= 2 and client in LAST_UPDATES:
+            delta = delta + 0.1 * LAST_UPDATES[client]
+        LAST_UPDATES[client] = delta
+        return {"delta": delta}, {}
+
+
 plain = Algorithm("plain", Plain, FedAvgServer, "")
 remembers = Algorithm("remembers", Remembers, FedAvgServer, "")
+late = Algorithm("late", Late, FedAvgServer, "")
