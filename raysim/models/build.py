@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import torch
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
@@ -19,7 +19,7 @@ from raysim.config import entry_points
 from raysim.config.explain import explain_validation_error
 from raysim.config.references import load_file, load_object
 from raysim.config.schema import Config
-from raysim.config.sections.base import Named, as_names
+from raysim.config.sections.base import AS_NAMES, Named
 from raysim.data.several_inputs import Inputs, set_inputs, shapes_of
 from raysim.errors import ConfigError, in_a_line, users_line, with_cause
 from raysim.models.initial.start import freeze, load_weights
@@ -118,7 +118,7 @@ def _which_net(file: str) -> str:
     )
 
 
-PATTERNS = Annotated[list[str], BeforeValidator(as_names)]
+PATTERNS = Annotated[list[str], AS_NAMES]
 
 COMMON_KEYS: dict[str, tuple[Any, str]] = {
     "projection": (

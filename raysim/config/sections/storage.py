@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from raysim.config.sections.base import Section, as_list
+from raysim.config.sections.base import Section, ShortForm, as_list
 
 
 class Checkpointing(Section):
@@ -66,9 +66,9 @@ class Tracking(Section):
     """MLflow's tracking URI."""
     experiment: str = "raysim"
     """MLflow's experiment, and the folder of its runs in runs/."""
-    also: Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(as_list)] = ()
+    also: Annotated[tuple[Literal["tensorboard", "wandb"], ...], ShortForm(as_list)] = ()
     """Further trackers: `tensorboard` (event files in `<run_dir>/tensorboard`), `wandb`."""
-    models: Annotated[tuple[Literal["final", "best"], ...], BeforeValidator(as_list)] = ()
+    models: Annotated[tuple[Literal["final", "best"], ...], ShortForm(as_list)] = ()
     """Nets that a finished run logs as models in MLflow, with signatures: `final`, and `best`, that
     of the best checkpoint."""
     required: bool = True
