@@ -16,7 +16,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
 from raysim.config import entry_points
-from raysim.config.explain import explain_validation_error
+from raysim.config.explain import annotation_types, explain_validation_error, misplaced_switch
 from raysim.config.references import load_file, load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import AS_NAMES, Named
@@ -249,6 +249,8 @@ def _checked(key: str, value: Any, annotation: Any) -> Any:
     """Return the value of a net's parameter after validation by its annotation, if it has one."""
     if annotation is inspect.Parameter.empty:
         return value
+    if switch := misplaced_switch(value, annotation_types(annotation)):
+        raise ConfigError(f"model.{key}: {switch} is neither a number nor a word")
     try:
         return TypeAdapter(annotation).validate_python(value)
     except ValidationError as error:
