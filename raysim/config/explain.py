@@ -238,7 +238,9 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
         return [], "missing; give it in the file or as " + " or ".join(
             f"{{key}}={value}" for value in values or ["…"]
         )
-    if kind == "union_tag_invalid":
+    if kind == "union_tag_invalid" and not isinstance(item["input"], Mapping):
+        item = {**item, "type": _NO_SECTION[0]}
+    elif kind == "union_tag_invalid":
         tag = "unit" if item["ctx"]["discriminator"] == "'unit'" else "name"
         name = item["ctx"]["tag"]
         return [tag], f"unknown {tag} '{name}'{did_you_mean(name, choices(last))}"

@@ -12,10 +12,10 @@ import json
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from raysim.config.identity import Identity, identity_of, is_part
-from raysim.config.sections.base import Named, Section, ShortForm, default_name, named
+from raysim.config.sections.base import Named, Section, ShortForm, default_name, named, not_empty
 from raysim.config.sections.data import IID, AnyData, Partition
 from raysim.config.sections.evaluation import Evaluate, OwnMetric, RecordUpdates, Stop
 from raysim.config.sections.execution import Batching, Faults, Resources
@@ -112,7 +112,7 @@ class Config(Section):
     """Checkpoints."""
     client_state: Annotated[ClientState, Identity.NEVER] = ClientState()
     """Storage of the client state."""
-    run_dir: Annotated[str | None, Identity.NEVER] = None
+    run_dir: Annotated[str | None, AfterValidator(not_empty), Identity.NEVER] = None
     """Folder of the run; null: runs/EXPERIMENT/METHOD-SEED-HASH."""
     tracking: Annotated[Tracking, Identity.NEVER] = Tracking()
     """MLflow."""

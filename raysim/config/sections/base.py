@@ -233,6 +233,20 @@ def kind_or_own(value: Any) -> str:
     return "own" if ":" in str(name) else str(name)
 
 
+def not_empty(value: Any) -> Any:
+    """Refuse a text without a character, for validators.
+
+    Args:
+        value: the value of a key; anything but a text is returned as it is.
+
+    Raises:
+        ValueError: the text is empty.
+    """
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("must not be empty; leave it out, or give a name")
+    return value
+
+
 def is_due(every: int, rounds_done: int, rounds: int) -> bool:
     """Return whether something is due after `rounds_done` rounds.
 
