@@ -116,19 +116,36 @@ def _refuse_switches(
     Sections whose keys are checked elsewhere are left out.
     """
     for key, value in raw.items():
-        types = []
+        types, is_name = [], True
         for model in models:
             if key in model.model_fields:
                 types += annotation_types(model.model_fields[key].annotation)
-        if isinstance(value, bool) and types and bool not in types:
-            raise ConfigError(_wrong_switch(f"{above}{key}", value, types))
-        if isinstance(value, Mapping):
-            _refuse_switches(value, _sections(types), f"{above}{key}.")
+                is_name = False
+        if types and (switch := misplaced_switch(value, types)):
+            raise ConfigError(_wrong_switch(f"{above}{key}", switch, types))
+        if isinstance(value, Mapping):  # whose keys may be names, such as those of groups
+            inner = models if is_name else _sections(types)
+            _refuse_switches(value, inner, f"{above}{key}.")
 
 
-def _wrong_switch(key: str, value: bool, types: Sequence[Any]) -> str:
+def misplaced_switch(value: Any, types: Sequence[Any]) -> str:
+    """Return "true" or "false", if that is what a value of other types is, or has in a list.
+
+    Args:
+        value: the value of a key.
+        types: its types, as `annotation_types` has them.
+
+    Returns:
+        The switch; "" if there is none.
+    """
+    if isinstance(value, list | tuple):
+        return next(filter(None, (misplaced_switch(entry, types) for entry in value)), "")
+    is_misplaced = isinstance(value, bool) and bool not in types and Any not in types
+    return str(value).lower() if is_misplaced else ""
+
+
+def _wrong_switch(key: str, switch: str, types: Sequence[Any]) -> str:
     """Return the message for true or false at a key of other types."""
-    switch = str(value).lower()
     sections = _sections(types)
     if not sections or {int, float, str} & set(types):
         return f"{key}: {switch} is not an integer, number or word"
@@ -221,7 +238,9 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
         return [], "missing; give it in the file or as " + " or ".join(
             f"{{key}}={value}" for value in values or ["…"]
         )
-    if kind == "union_tag_invalid":
+    if kind == "union_tag_invalid" and not isinstance(item["input"], Mapping):
+        item = {**item, "type": _NO_SECTION[0]}
+    elif kind == "union_tag_invalid":
         tag = "unit" if item["ctx"]["discriminator"] == "'unit'" else "name"
         name = item["ctx"]["tag"]
         return [tag], f"unknown {tag} '{name}'{did_you_mean(name, choices(last))}"

@@ -24,6 +24,9 @@ MAX_DIGITS = 500
 """Characters of one number. Python itself refuses more than 4,300 digits, also of what is computed
 from a number."""
 
+OCTAL = re.compile(r"[-+]?0[0-7_]+$")
+"""A whole number that begins with 0; YAML 1.1 reads its digits to base 8, and 1:30 to base 60."""
+
 if TYPE_CHECKING:
     _SafeLoader = yaml.SafeLoader
 else:
@@ -62,12 +65,21 @@ class _Loader(_SafeLoader):
             problem = f"a number of {len(node.value):,} characters; at most {MAX_DIGITS} are read"
             raise ConstructorError(None, None, problem, node.start_mark)
         try:
-            return super().construct_object(node, deep)
+            value = super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, TypeError, OverflowError):
             problem = f"'{node.value}' is no {kind}"
             raise ConstructorError(None, None, problem, node.start_mark) from None
+        if kind in ("int", "float") and (":" in node.value or OCTAL.match(node.value)):
+            problem = f"'{node.value}' is {value} in YAML; write that, or quotes around a word"
+            raise ConstructorError(None, None, problem, node.start_mark)
+        return value
 
 
+# A date is a word, such as the name of an experiment.
+_Loader.yaml_implicit_resolvers = {
+    first: [entry for entry in entries if not entry[0].endswith(":timestamp")]
+    for first, entries in _SafeLoader.yaml_implicit_resolvers.items()
+}
 # 1e-3 is a number, as it is in Python.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -80,7 +92,7 @@ def load_yaml(text: str) -> Any:
     """Return the value that a YAML text stands for.
 
     Args:
-        text: one document of plain values. 1e-3 is a number.
+        text: one document of plain values. 1e-3 is a number, 2024-01-02 a word.
 
     Raises:
         yaml.YAMLError: the text is not YAML or not valid UTF-8, a key is given twice, or a limit

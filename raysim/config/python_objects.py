@@ -11,7 +11,7 @@ in the same process only.
 
 from __future__ import annotations
 
-import ast
+import copy
 import copyreg
 import dataclasses
 import dis
@@ -24,13 +24,13 @@ import os
 import sys
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from raysim.config.distributions import distribution_of
-from raysim.errors import ConfigError, is_users
+from raysim.errors import ConfigError
 from raysim.spelling import lacking
 
 logger = logging.getLogger("raysim")
@@ -54,9 +54,28 @@ STATE_OF_MODULES = ("training", "_modules", "_parameters", "_buffers")
 LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 """Instructions that read a global; one in the body of a class looks there first."""
 
+THE_RUN = "a run"
+"""What refers to the object itself; no class or function has such a name."""
+
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 COLLECTIONS = (tuple, list, set, frozenset, Mapping)
-CALLABLES = (FunctionType, BuiltinFunctionType, type, MethodType, functools.partial)
+WEAK = (weakref.ref, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+"""Types of what knows other objects without holding them, such as a cache by type."""
+
+WRAPPERS = (
+    MethodType,
+    functools.partial,
+    functools.partialmethod,
+    functools.cached_property,
+    property,
+    classmethod,
+    staticmethod,
+)
+PARTS_OF_WRAPPERS = ("__func__", "__self__", "func", "args", "keywords", "fget", "fset", "fdel")
+CALLABLES = (FunctionType, BuiltinFunctionType, type, *WRAPPERS)
+
+WRITTEN_BY_DATACLASS = "__create_fn__."
+"""Begin of the full names of methods that `dataclass` writes; the fields tell what they do."""
 
 
 @dataclass(frozen=True)
@@ -135,15 +154,15 @@ def reference(value: Any) -> str:
         if file.endswith(".py") and distribution_of(module) is None:
             return f"{os.path.abspath(file)}:{place}"
         return f"{module}:{place}"
-    description = _Description()
-    texts = description.of(value)
+    description = _Description(value)
     own = getattr(value, "name", "")  # of an Algorithm, for one
     if not place and isinstance(own, str) and own.isidentifier():
         place = own
     label = (place or type(value).__qualname__).rpartition(".")[2]
     kind = description.unreadable
     if kind is None:
-        return _keep(f"{PREFIX}{label}-{_digest(texts)}", value, texts).name
+        digest = _digest(description.texts())
+        return _keep(f"{PREFIX}{label}-{digest}", value, description.shown()).name
     logger.warning(
         "%s holds a %s, whose content cannot be read: its run cannot be resumed by another process",
         label,
@@ -153,7 +172,7 @@ def reference(value: Any) -> str:
         if kept.value is value:
             return kept.name
     digest = uuid.uuid4().hex[:DIGEST_CHARACTERS]
-    return _keep(f"{PREFIX}{label}{UNREADABLE}{kind}-{digest}", value, texts).name
+    return _keep(f"{PREFIX}{label}{UNREADABLE}{kind}-{digest}", value, description.shown()).name
 
 
 def _digest(texts: Mapping[str, bytes]) -> str:
@@ -175,142 +194,165 @@ def _resolves(module: str | None, place: str, value: Any) -> bool:
 class _Description:
     """Collects what identifies an object: its source, and what it refers to, in any depth."""
 
-    def __init__(self) -> None:
-        self.texts: dict[str, bytes] = {}
-        self.seen: dict[int, Any] = {}
-        self.names: dict[int, str] = {}
-        """Names of the texts of classes and functions, by their id."""
+    def __init__(self, value: Any, with_states: bool = True) -> None:
+        self.sources: dict[str, bytes] = {}
+        """Sources of classes and functions, by name."""
+        self.values: dict[str, dict[str, bytes]] = {}
+        """What they refer to, by their name and by that of the variable or attribute."""
+        self.names: dict[int, tuple[str, Any]] = {}
+        """Names of classes and functions, by id, with themselves, which keeps their ids."""
+        self.seen: dict[int, tuple[int, Any]] = {}
+        """Numbers of the other objects of the value that is being described, by id."""
         self.unreadable: str | None = None
         """Type of an object whose content cannot be read."""
+        self.with_states = with_states
+        """Whether the states of generators of random numbers count."""
+        self.describe(value)
 
-    def of(self, value: Any) -> dict[str, bytes]:
-        """Return the texts that identify an object, by name."""
-        content = self.content(value)
-        if id(value) not in self.names:
-            self.texts["value.txt"] = content
-        return self.texts
+    def describe(self, value: Any) -> None:
+        """Add the object itself, and all that it refers to."""
+        self.values[THE_RUN] = {getattr(value, "__qualname__", "value"): self.content(value)}
+
+    def texts(self) -> dict[str, bytes]:
+        """Return the sources and the values as files."""
+        texts = {f"{name}.py": source for name, source in self.sources.items()}
+        for name, values in self.values.items():
+            lines = [_framed(key.encode(), [content]) for key, content in values.items()]
+            texts |= {f"{name}.txt": b"\n".join(lines)} if lines else {}
+        return texts
+
+    def shown(self) -> dict[str, bytes]:
+        """Return the texts without those that are in another one, as methods are in a class."""
+        texts = self.texts()
+        wholes = list(texts.values())
+        return {
+            file: text
+            for file, text in texts.items()
+            if not any(len(text) < len(whole) and text in whole for whole in wholes)
+        }
 
     def content(self, value: Any) -> bytes:
-        """Return what identifies a value; for code its name, as its source is among the texts."""
-        if isinstance(value, PLAIN):
+        """Return what identifies a value; for code its name, as its source is in `sources`."""
+        if type(value) in PLAIN:
             return repr(value).encode()
-        if _is_array(value):
-            return self.array(value)
-        if id(value) in self.names:
-            return self.names[id(value)].encode()
-        if id(value) in self.seen or inspect.ismodule(value) or isinstance(value, weakref.ref):
-            return b""
-        self.seen[id(value)] = value
-        if isinstance(value, COLLECTIONS):
-            return self.collection(value)
+        if inspect.ismodule(value) or isinstance(value, WEAK):
+            return getattr(value, "__name__", type(value).__name__).rpartition(".")[2].encode()
         if isinstance(value, CALLABLES):
             return self.code(value)
-        if _is_net(value):
-            return self.net(value)
-        return self.instance(value)
+        # Python itself lets equal constants be one object or several.
+        if not isinstance(value, tuple | frozenset):
+            if id(value) in self.seen:
+                return f"#{self.seen[id(value)][0]}".encode()
+            self.seen[id(value)] = len(self.seen), value
+        if isinstance(value, COLLECTIONS):
+            return self.collection(value)
+        if _is_array(value):
+            return self.array(value)
+        return self.net(value) if _is_net(value) else self.instance(value)
+
+    def contents(self, kind: bytes, values: Iterable[Any]) -> bytes:
+        """Return the contents of values, from which each can be told."""
+        return _framed(kind, [self.content(value) for value in values])
 
     def array(self, array: Any) -> bytes:
         """Return the digest of an array or a tensor."""
         if str(getattr(array, "dtype", "")) == "object":  # whose bytes are addresses
-            return self.content([array.shape, array.tolist()])
+            return self.contents(b"array", [array.shape, array.tolist()])
         return _of_array(array).encode()
 
     def collection(self, items: Any) -> bytes:
-        """Return the contents of the items."""
+        """Return the type and the contents of the items."""
+        kind = self.content(type(items))
         if isinstance(items, Mapping):
             items = [part for pair in items.items() for part in pair]
-        contents = [self.content(item) for item in items]
         if isinstance(items, set | frozenset):
-            contents.sort()  # the order of a set differs between processes
-        return b" ".join(contents)
+            items = sorted(items, key=self.place)
+        return self.contents(kind, items)
+
+    def place(self, item: Any) -> str:
+        """Return what an item of a set is sorted by, as its order differs between processes."""
+        if type(item) in PLAIN:
+            return repr(item)
+        apart = copy.copy(self)
+        apart.sources, apart.values = {}, {}
+        apart.names, apart.seen = dict(self.names), dict(self.seen)
+        apart.describe(item)
+        return _digest(apart.texts())
 
     def code(self, value: Any) -> bytes:
-        """Return the name of a class or a function, or the parts of a method or a partial."""
-        if isinstance(value, MethodType):
-            return self.content(value.__func__) + b" " + self.content(value.__self__)
-        if isinstance(value, functools.partial):
-            return self.content((value.func, value.args, value.keywords))
-        if _is_users(value) and not isinstance(value, BuiltinFunctionType):
-            return self.definition(value).encode()
-        return f"{value.__module__}.{value.__qualname__}".encode()
+        """Return the name of a class or a function, or the parts of a method, a partial etc."""
+        if id(value) in self.names:
+            return self.names[id(value)][0].encode()
+        if isinstance(value, WRAPPERS):
+            parts = [getattr(value, part, None) for part in PARTS_OF_WRAPPERS]
+            return self.contents(type(value).__name__.encode(), parts)
+        name = f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, BuiltinFunctionType):
+            owner = value.__self__
+            is_content = isinstance(owner, (*PLAIN, *COLLECTIONS))
+            return self.contents(name.encode(), [owner] if is_content else [])
+        if isinstance(value, FunctionType):  # which a library may have made, around a user's
+            is_own = _is_users(value) or not _resolves(value.__module__, value.__qualname__, value)
+        else:
+            is_own = any(map(_is_users, value.__mro__))
+        return (self.definition(value) if is_own else name).encode()
 
     def instance(self, value: Any) -> bytes:
         """Return the class and the state of an object, as pickle would store them."""
+        kind = type(value).__name__
+        if not self.with_states and kind in GENERATOR_TYPES:
+            return kind.encode()
         try:
-            parts = value.__reduce_ex__(4)
+            known = copyreg.dispatch_table.get(type(value))
+            parts = known(value) if known else value.__reduce_ex__(4)
         except Exception:  # anything may be raised by an object that cannot be pickled
-            self.unreadable = type(value).__name__
-            return b""
-        return self.content([list(p) if isinstance(p, Iterator) else p for p in parts])
+            self.unreadable = kind
+            return kind.encode()
+        if isinstance(parts, str):  # a name, also of a function behind `functools.cache`
+            parts = [type(value), parts, getattr(value, "__wrapped__", None)]
+        return self.contents(b"object", [list(p) if isinstance(p, Iterator) else p for p in parts])
 
     def definition(self, value: Any) -> str:
         """Add the source of a class or a function, and what it refers to; return its name."""
-        name = value.__qualname__.replace("<locals>.", "")
-        while f"{name}.py" in self.texts:
+        # The name of the code is that of a decorator's function if there is one.
+        is_function = isinstance(value, FunctionType)
+        name = value.__code__.co_qualname if is_function else value.__qualname__
+        name = name.replace("<locals>.", "")
+        while name in self.sources:
             name += "_"
-        self.names[id(value)] = name
-        self.texts[f"{name}.py"] = _source(value)
-        if isinstance(value, type):
-            for base in value.__mro__[1:]:
-                self.content(base)
-        values: dict[str, Any] = {}
-        for function in _functions_of(value):
-            values |= _references(function)
-        for key, used in sorted(values.items()):
-            named = getattr(used, "__name__", None) == key  # then the source says which it is
-            content = b"" if named and not _is_users(used) else self.content(used)
-            if content and not named:
-                self.texts[f"{name}-{key}.txt"] = content
+        self.names[id(value)] = name, value
+        self.sources[name] = _source(value)
+        values = self.values[name] = {}
+        outer, found = self.seen, _references(value) if is_function else _members(value)
+        for key, used in sorted(found.items()):
+            # Of what a library has under this very name, the source says which it is.
+            if getattr(used, "__name__", None) != key or _is_users(used):
+                self.seen = {}  # so that one variable, such as a cache, does not change another
+                values[key] = self.content(used)
+        self.seen = outer
         return name
 
     def net(self, net: Any) -> bytes:
         """Return the structure of a net, and all attributes, hooks and tensors of its modules."""
-        lines = [repr(net).encode()]
+        parts: list[Any] = [repr(net)]
         for path, module in net.named_modules():
-            lines.append(f"{path}: ".encode() + self.content(type(module)))
+            parts += [path, type(module)]
             for key in lacking(sorted(vars(module)), STATE_OF_MODULES):
                 value = vars(module)[key]
                 # Hooks are numbered in the order of a process, so the numbers do not count.
                 is_hooks = key.startswith("_") and isinstance(value, dict)
-                content = self.content(list(value.values()) if is_hooks else value)
-                lines.append(f"{path}.{key} ".encode() + content)
+                parts += [key, list(value.values()) if is_hooks else value]
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                lines.append(f"{path}.{name} {_of_tensor(tensor)}".encode())
-        return b"\n".join(lines)
+                parts += [name, tensor]
+        return self.contents(b"net", parts)
 
 
-class _DescriptionWithModules(_Description):
-    """A description that has the values of users' modules, too, as in `settings.gamma`.
-
-    It also says where each method of a class is defined.
-    """
-
-    def definition(self, value: Any) -> str:
-        """See `_Description.definition`."""
-        name = super().definition(value)
-        # A class has the source of its file also where a script has given it another method.
-        for key, member in vars(value).items() if isinstance(value, type) else ():
-            if (method := _function_of(member)) is not None:
-                code = method.__code__
-                place = f"{code.co_name} {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
-                self.texts[f"{name}-{key}.txt"] = place.encode()
-        for function in _functions_of(value):
-            for key, module in _references(function).items():
-                if not inspect.ismodule(module) or not _is_users(module):
-                    continue
-                for attribute in sorted(_names(function.__code__) & vars(module).keys()):
-                    content = self.content(vars(module)[attribute])
-                    self.texts[f"{name}-{key}.{attribute}.txt"] = content
-        return name
-
-    def instance(self, value: Any) -> bytes:
-        """See `_Description.instance`; a generator is its type, as this process may have drawn."""
-        if type(value).__name__ in GENERATOR_TYPES:
-            return type(value).__name__.encode()
-        return super().instance(value)
+def _framed(kind: bytes, contents: Iterable[bytes]) -> bytes:
+    """Return contents as one, each with its length; `KIND()` if there are none."""
+    return kind + b"(" + b"".join(b"%d:%s" % (len(part), part) for part in contents) + b")"
 
 
-def changed_value(value: Any, loaded: Any) -> str | None:
+def changed_value(value: Any, loaded: Any) -> tuple[str, str] | None:
     """Return the name of a variable that a class or a function has otherwise than its file.
 
     Args:
@@ -318,23 +360,23 @@ def changed_value(value: Any, loaded: Any) -> str | None:
         loaded: the same as its file defines it.
 
     Returns:
-        The function and the variable, such as "loss-GAMMA"; None if all are alike. Generators of
-        random numbers, and collections that are empty in the file, such as a cache, do not count.
+        The class or function that uses the variable, and the variable; None if all are alike.
+        Generators of random numbers, and collections that are empty in the file, such as a cache,
+        do not count.
     """
-    texts, of_file = _DescriptionWithModules().of(value), _as_loaded(loaded)
-    for name in [*sorted(texts), *sorted(of_file)]:
-        place = name.removesuffix(".txt")
-        # What is empty has no text; a function has one under its own name.
-        is_set = name in of_file or f"{place.rpartition('-')[2]}.py" in of_file
-        if name != place and is_set and texts.get(name) != of_file.get(name):
-            return place
+    now = _Description(value, with_states=False).values
+    for user, values in sorted(_as_loaded(loaded).items()):
+        for variable, content in values.items() if user in now else ():
+            is_empty = content.endswith(b"()")
+            if not is_empty and now[user].get(variable) != content:
+                return user.partition(".")[0], variable
     return None
 
 
 @functools.lru_cache
-def _as_loaded(loaded: Any) -> Mapping[str, bytes]:
-    """Return what describes an object of a file before runs use it, which may fill a cache."""
-    return _DescriptionWithModules().of(loaded)
+def _as_loaded(loaded: Any) -> Mapping[str, Mapping[str, bytes]]:
+    """Return what an object of a file refers to before runs use it, which may fill a cache."""
+    return _Description(loaded, with_states=False).values
 
 
 def _is_array(value: Any) -> bool:
@@ -344,41 +386,56 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "detach") or hasattr(value, "tobytes")
 
 
-def _of_tensor(tensor: Any) -> str:
-    """Return the digest of a tensor of a net, and whether it is trained."""
-    if tensor is None or "Uninitialized" in type(tensor).__name__:
-        return type(tensor).__name__
-    return f"{_of_array(tensor)} {tensor.requires_grad}"
-
-
 def _is_net(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "named_modules")
 
 
-def _functions_of(value: Any) -> list[FunctionType]:
-    """Return a function, or the methods of a class that its own module defines."""
-    if isinstance(value, FunctionType):
-        return [value]
-    functions = [_function_of(member) for member in vars(value).values()]
-    return [f for f in functions if f is not None and f.__module__ == value.__module__]
+def _members(cls: type) -> dict[str, Any]:
+    """Return what a class consists of, by name: bases, metaclass, methods and values."""
+    members: dict[str, Any] = {"__bases__": cls.__bases__, "__metaclass__": type(cls)}
+    for key, member in vars(cls).items():
+        is_written = getattr(member, "__qualname__", "").startswith(WRITTEN_BY_DATACLASS)
+        is_of_python = key.startswith("__") and not isinstance(member, CALLABLES)
+        if key == "__dataclass_fields__" or not (is_written or is_of_python or key == "_abc_impl"):
+            members[key] = member
+    return members
 
 
 def _references(function: FunctionType) -> dict[str, Any]:
-    """Return the globals, the closure and the defaults that a function refers to, by name."""
-    known = function.__globals__
-    values = {name: known[name] for name in _variables(function.__code__) if name in known}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+    """Return the globals, the closure and the defaults that a function refers to, by name.
+
+    Of a function that a library has made, only the closure counts.
+    """
+    code, values = function.__code__, {}
+    if _is_of_user(function):
+        known = function.__globals__
+        values = {name: known[name] for name in _variables(code) if name in known}
+        values |= {f"default-{k}": v for k, v in enumerate(function.__defaults__ or ())}
+        values |= {f"default-{k}": v for k, v in (function.__kwdefaults__ or {}).items()}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             values[name] = cell.cell_contents
         except ValueError:  # not assigned yet
             continue
     values.pop("__class__", None)
-    defaults = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
-    return values | {f"default-{name}": value for name, value in defaults}
+    return dict(_with_attributes(values, _names(code)))
+
+
+def _with_attributes(values: Mapping[str, Any], used: set[str]) -> Iterator[tuple[str, Any]]:
+    """Yield variables; for a user's module its attributes of these names, as `settings.gamma`."""
+    for key, value in values.items():
+        if inspect.ismodule(value) and _is_users(value):
+            own = {name: vars(value)[name] for name in used & vars(value).keys()}
+            for name, attribute in _with_attributes(own, used - {key}):
+                yield f"{key}.{name}", attribute
+        else:
+            yield key, value
 
 
 def _of_array(value: Any) -> str:
-    """Return the digest of an array or a tensor, with its type and shape."""
+    """Return the digest of an array or a tensor, with its type, shape and whether it is trained."""
+    if "Uninitialized" in type(value).__name__:
+        return type(value).__name__
     if getattr(value, "is_meta", False):  # refused where the net is built
         return f"{value.dtype} {tuple(value.shape)} meta"
     array = value.detach().cpu() if hasattr(value, "detach") else value
@@ -388,75 +445,46 @@ def _of_array(value: Any) -> str:
         content = array.numpy().tobytes() if hasattr(array, "numpy") else array.tobytes()
     except TypeError:  # a type that NumPy lacks, such as bfloat16
         content = array.double().numpy().tobytes()
-    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
+    is_trained = getattr(value, "requires_grad", False)
+    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()} {is_trained}"
 
 
 def _source(value: Any) -> bytes:
-    """Return the source of a class or a function, or its code where there is none."""
-    try:
-        source = inspect.getsource(value).encode()
-        if isinstance(value, type):
-            return _source_of_class(value, source.decode()).encode()
-        if isinstance(value, FunctionType) and value.__name__ == "<lambda>":
-            return source + f"\n# {_code_text(value.__code__)}".encode()  # a line may hold several
-        return source
-    except (OSError, TypeError):
-        functions = [value] if isinstance(value, FunctionType) else list(vars(value).values())
-        codes = [f.__code__ for f in functions if isinstance(f, FunctionType)]
-        return "\n".join(_code_text(code) for code in codes).encode()
+    """Return the source of a class or a function, or its code where there is none.
 
-
-def _source_of_class(cls: type, source: str) -> str:
-    """Return the source of a class, and its values, which may come from a loop around it.
-
-    `inspect` takes the first class of a name in a file, so that one that a script defines again
-    would have the source of another one. Then the lines of its methods tell which one it is.
-
-    Args:
-        cls: the class.
-        source: what `inspect.getsource` gives for it.
+    `inspect` unwraps functions, so it gets their code. It takes the first class of a name in a
+    file, which may be another one; then its methods alone have a source.
     """
-    lines, _ = inspect.findsource(sys.modules[cls.__module__])
-    defined = []
-    for node in ast.walk(ast.parse("".join(lines))):
-        if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
-            defined.append(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    is_only_one = len(defined) < 2
-    text = [source] if is_only_one else []
-    for name, member in vars(cls).items():
-        function = _function_of(member)
-        if function is None and not name.startswith("_"):
-            text.append(f"# {name} = {_plain_text(member)}\n")
-        elif function is not None and is_users(function.__code__) and not is_only_one:
-            text.append(f"# {_code_text(function.__code__)}\n")
-            for span in defined:
-                if function.__code__.co_firstlineno in span:
-                    text += lines[span.start - 1 : span.stop - 1]
-    return "".join(text)
+    if isinstance(value, FunctionType):
+        if not _is_of_user(value):
+            return f"{value.__module__}.{value.__qualname__}".encode()
+        source = _source_text(value.__code__)
+        # A line may hold several lambdas.
+        is_enough = source and value.__name__ != "<lambda>"
+        return source if is_enough else source + b"\n# " + _code_text(value.__code__)
+    source = _source_text(value)
+    for member in vars(value).values():
+        code = member.__code__ if isinstance(member, FunctionType) else None
+        is_method = code and code.co_qualname == f"{value.__qualname__}.{code.co_name}"
+        if is_method and _source_text(code) not in source:
+            return b""
+    return source
 
 
-def _function_of(member: Any) -> FunctionType | None:
-    """Return the function of a method, of a property or the like; None for another value."""
-    for attribute in ("fget", "__func__", "func"):
-        member = getattr(member, attribute, None) or member
-    return member if isinstance(member, FunctionType) else None
+def _source_text(value: type | CodeType) -> bytes:
+    """Return the lines that define a class or a function; b"" if there are none."""
+    try:
+        return inspect.getsource(value).rstrip().encode()
+    except (OSError, TypeError):
+        return b""
 
 
-def _plain_text(value: Any) -> str:
-    """Return a value of a class as text, if it is made of numbers and texts; else its type."""
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__} {[_plain_text(entry) for entry in value]}"
-    if isinstance(value, set | frozenset):
-        return f"{type(value).__name__} {sorted(map(_plain_text, value))}"
-    if isinstance(value, Mapping):
-        return str({key: _plain_text(entry) for key, entry in value.items()})
-    is_plain = isinstance(value, bool | int | float | str | None)
-    return repr(value) if is_plain else type(value).__qualname__
-
-
-def _code_text(code: CodeType) -> str:
-    constants = [_code_text(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return f"{code.co_name} {code.co_code.hex()} {code.co_names} {constants}"
+def _code_text(code: CodeType) -> bytes:
+    constants = [
+        _code_text(c) if isinstance(c, CodeType) else _Description(c).texts()[f"{THE_RUN}.txt"]
+        for c in code.co_consts
+    ]
+    return _framed(f"{code.co_name} {code.co_code.hex()} {code.co_names}".encode(), constants)
 
 
 def _variables(code: CodeType) -> set[str]:
@@ -475,6 +503,15 @@ def _names(code: CodeType) -> set[str]:
 def _is_users(value: Any) -> bool:
     """Return whether a class, a function or a module belongs to no installed package."""
     name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+    return _is_users_module(name if isinstance(name, str) else None)
+
+
+def _is_of_user(function: FunctionType) -> bool:
+    """Return whether a function's own code is the user's, and not that of a library's decorator."""
+    return _is_users_module(function.__globals__.get("__name__"))
+
+
+def _is_users_module(name: str | None) -> bool:
     top = (name or "builtins").partition(".")[0]
     if top == "__main__":
         return True

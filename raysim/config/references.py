@@ -88,7 +88,7 @@ def reference_of(value: Any, key: str) -> str:
     if where.endswith(".py"):
         loaded = load_object(name, key)
         if loaded is not value and (changed := python_objects.changed_value(value, loaded)):
-            user, _, variable = changed.rpartition("-")
+            user, variable = changed
             raise ConfigError(
                 f"{key}: '{place}' is loaded anew from {where}, also on workers, and '{variable}', "
                 f"which {user} uses, is another value there than in this process; give it as an "

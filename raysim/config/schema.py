@@ -12,10 +12,10 @@ import json
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from raysim.config.identity import Identity, identity_of, is_part
-from raysim.config.sections.base import Named, Section, default_name, named
+from raysim.config.sections.base import Named, Section, ShortForm, default_name, named, not_empty
 from raysim.config.sections.data import IID, AnyData, Partition
 from raysim.config.sections.evaluation import Evaluate, OwnMetric, RecordUpdates, Stop
 from raysim.config.sections.execution import Batching, Faults, Resources
@@ -68,7 +68,7 @@ class Config(Section):
     """Number of rounds."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of parameters and data."""
-    data: Annotated[AnyData, BeforeValidator(named)]
+    data: Annotated[AnyData, ShortForm(named)]
     """Data set."""
     partition: Annotated[Partition, default_name("iid")] = IID()
     """How examples are divided among clients."""
@@ -79,12 +79,12 @@ class Config(Section):
     regression, next_token, or path.py:Class."""
     model: Annotated[Named, default_name("mlp")] = Named(name="mlp")
     """Net, and its parameters: the name of a shipped or installed net, or path.py:Class."""
-    algorithm: Annotated[Named, BeforeValidator(named)] | None = None
+    algorithm: Annotated[Named, ShortForm(named)] | None = None
     """Method: a client rule with its server rule, and their hyper-parameters. Give this, or
     `client` and `server`."""
-    client: Annotated[Named, BeforeValidator(named)] | None = None
+    client: Annotated[Named, ShortForm(named)] | None = None
     """Client rule, and its hyper-parameters."""
-    server: Annotated[Named, BeforeValidator(named)] | None = None
+    server: Annotated[Named, ShortForm(named)] | None = None
     """Server rule, and its hyper-parameters."""
     local: Local = Local(steps=5)
     """Local training."""
@@ -112,7 +112,7 @@ class Config(Section):
     """Checkpoints."""
     client_state: Annotated[ClientState, Identity.NEVER] = ClientState()
     """Storage of the client state."""
-    run_dir: Annotated[str | None, Identity.NEVER] = None
+    run_dir: Annotated[str | None, AfterValidator(not_empty), Identity.NEVER] = None
     """Folder of the run; null: runs/EXPERIMENT/METHOD-SEED-HASH."""
     tracking: Annotated[Tracking, Identity.NEVER] = Tracking()
     """MLflow."""

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import torch
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
 from raysim.config import entry_points
-from raysim.config.explain import explain_validation_error
+from raysim.config.explain import annotation_types, explain_validation_error, misplaced_switch
 from raysim.config.references import load_file, load_object
 from raysim.config.schema import Config
-from raysim.config.sections.base import Named, as_names
+from raysim.config.sections.base import AS_NAMES, Named
 from raysim.data.several_inputs import Inputs, set_inputs, shapes_of
 from raysim.errors import ConfigError, in_a_line, users_line, with_cause
 from raysim.models.initial.start import freeze, load_weights
@@ -118,7 +118,7 @@ def _which_net(file: str) -> str:
     )
 
 
-PATTERNS = Annotated[list[str], BeforeValidator(as_names)]
+PATTERNS = Annotated[list[str], AS_NAMES]
 
 COMMON_KEYS: dict[str, tuple[Any, str]] = {
     "projection": (
@@ -249,6 +249,8 @@ def _checked(key: str, value: Any, annotation: Any) -> Any:
     """Return the value of a net's parameter after validation by its annotation, if it has one."""
     if annotation is inspect.Parameter.empty:
         return value
+    if switch := misplaced_switch(value, annotation_types(annotation)):
+        raise ConfigError(f"model.{key}: {switch} is neither a number nor a word")
     try:
         return TypeAdapter(annotation).validate_python(value)
     except ValidationError as error:

@@ -646,6 +646,10 @@ rounds=null                                         | rounds              | inte
 rounds=true                                         | rounds              | integer
 rounds=1000000001                                   | rounds              | 1000000000
 seed=9223372036854775808                            | seed                | less than 9223372036854775808
+run_dir=""                                          | run_dir             | must not be empty
+client_state.dir=""                                 | client_state.dir    | must not be empty
+partition=                                          | partition           | expected a section, a mapping of keys
+schedule.sampling=3                                 | schedule.sampling   | expected a section, a mapping of keys
 tracking.experiment=null                            | tracking.experiment | must not be empty
 tracking.experiment=""                              | tracking.experiment | must not be empty
 tracking.experiment=/                               | tracking.experiment | must not be empty
@@ -718,6 +722,14 @@ local.lr=0                                          | local.lr            | grea
 local.lr=-0.1                                       | local.lr            | greater than 0
 local.lr=fast                                       | local.lr            | 'fast'
 local.lr=true                                       | local.lr            | number
+local.lr=[[0,true]]                                 | local.lr            | true is not
+local.optimizer=adam local.optimizer.betas=[false,0.9] | local.optimizer.betas | false is not
+groups.a.share=yes groups.a.client=null             | groups.a.share      | true is not
+groups.a.ids=[true,2] groups.a.local.steps=3        | groups.a.ids        | true is not
+groups.a.ids=[1] groups.a.local.steps=on            | groups.a.local.steps | true is not
+record_updates.rounds=[true]                        | record_updates.rounds | true is not
+model.hidden=[true]                                 | model.hidden        | true is neither
+algorithm.lr=[[0,true]]                             | algorithm.lr        | true is neither
 local.lr=[]                                         | local.lr            | [first round, value]
 local.lr=[[1,0.1]]                                  | local.lr            | [first round, value]
 local.lr=[[0,0.1],[5,0.2],[5,0.3]]                  | local.lr            | [first round, value]

@@ -35,10 +35,14 @@ REFUSED = {
         "written out",
     ),
     "recursion": ("&a [*a]", "stands for something that it is a part of"),
+    "no number to base 60": ("!!int a:b", "'a:b' is no int"),
     "no integer": ("!!int 1.5", "'1.5' is no int"),
     "no number": ("!!float abc", "'abc' is no float"),
     "no switch": ("!!bool abc", "'abc' is no bool"),
-    "no date": ("2024-13-45", "'2024-13-45' is no timestamp"),
+    "octal": ("010", "'010' is 8 in YAML; write that, or quotes around a word"),
+    "octal in a list": ("[1, -0_7]", "'-0_7' is -7 in YAML"),
+    "base 60": ("1:30", "'1:30' is 90 in YAML"),
+    "fraction to base 60": ("1:30.5", "'1:30.5' is 90.5 in YAML"),
     "no timestamp": ("!!timestamp x", "'x' is no timestamp"),
     "object": ("!!python/object/apply:os.getcwd []", "could not determine a constructor"),
     "repeated key": ("a: 1\nb: 2\na: 3", "'a' is given twice at line 3"),
@@ -53,7 +57,16 @@ REFUSED = {
 def test_what_is_within_the_limits_is_read():
     merged = "base: &base {lr: 1e-3, steps: 2}\nmine: {<<: *base, steps: 3}\nlist: [*base, 2024-01-02, 0x10]"
     found = limited_yaml.load_yaml(merged)
-    assert found["mine"] == {"lr": 0.001, "steps": 3} and found["list"][2] == 16
+    assert found["mine"] == {"lr": 0.001, "steps": 3}
+    assert found["list"][1:] == ["2024-01-02", 16]
+    assert limited_yaml.load_yaml("[0, 0.5, -0.1, 00.5, '010', 1_000]") == [
+        0,
+        0.5,
+        -0.1,
+        0.5,
+        "010",
+        1000,
+    ]
     inside = limited_yaml.load_yaml("- &x {a: 1}\n- - &y {<<: *x, a: 2}\n  - {<<: [*y, *x]}\n")
     assert inside == [{"a": 1}, [{"a": 2}, {"a": 2}]]
     assert (

@@ -8,6 +8,7 @@ file name is written to that file.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import tomllib
@@ -16,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import typer
 import yaml
@@ -25,8 +27,9 @@ from support.sweeps import trained_in_this_process
 
 from raysim import cli
 from raysim.attacks import noise_matching
-from raysim.config import explain, loading
+from raysim.config import explain, limited_yaml, loading
 from raysim.config.schema import Config
+from raysim.config.shipped_files import shipped_files
 from raysim.errors import ConfigError
 from raysim.prepare import resolve
 from raysim.rules import LocalData, Task, contract
@@ -195,6 +198,18 @@ def _toml(block: Block, run: Callable, namespace: dict[str, Any]) -> None:
 
 
 CHECKS = {"python": _python, "bash": _bash, "yaml": _yaml, "toml": _toml}
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=str(p.name)) for p in [*PAGES, *READMES]])
+def test_configurations_fit_the_schema(page: Path) -> None:
+    """Editors and shell completion use it."""
+    schema = json.loads(shipped_files("json")["schema"].read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    for block in blocks(page):
+        raw = limited_yaml.load_yaml(block.text) if block.language == "yaml" else None
+        if isinstance(raw, dict) and raw.keys() <= schema["properties"].keys():
+            errors = [error.message for error in validator.iter_errors(raw)]
+            assert not errors, f"{block.place}: {errors}"
 
 
 def test_every_language_of_a_code_block_is_known():

@@ -301,6 +301,12 @@ def test_no_method_changes_what_all_clients_received(method, mine):
     assert f"{method} of client rule 'mine' changes shared[\"x\"] in place" in message
 
 
+@pytest.mark.parametrize("method", ["init", "finish"])
+def test_a_stream_with_the_numbers_of_a_step_is_refused(method, mine):
+    message = refused(mine(code(**{method: 'task.rng("noise z")'})))
+    assert "are the numbers that `noise` of the rule declares; give this one another" in message
+
+
 @pytest.mark.parametrize("draw", ["torch.rand(3)", "np.random.rand()", "random.random()"])
 @pytest.mark.parametrize("method", ["step", "init", "finish"])
 def test_numbers_without_a_key_are_refused(method, draw, mine):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import linecache
+import shutil
+import sys
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -381,6 +384,71 @@ def test_objects_of_different_content_have_different_names():
     assert len({python_objects.reference(loss) for loss in losses}) == len(losses)
     again = functools.partial(F.cross_entropy, weight=WEIGHTS.clone())
     assert python_objects.reference(again) == python_objects.reference(weighted[0])
+
+
+def named(source: str) -> str:
+    """Return the name of what a cell of a notebook defines as `made`."""
+    file = f"<cell {len(linecache.cache)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    space = {"__name__": "__main__"}
+    exec(compile(f"import functools, torch\n{source}", file, "exec"), space)
+    return python_objects.reference(space["made"])
+
+
+CLASS = "class made:\n    {}\n    def forward(self, x):\n        return x"
+HELPER = "def helper(x=0):\n    return x + 1\n"
+FUNCTION = "def made(x):\n    return {}"
+PARTIAL = "def f(): pass\nmade = functools.partial(f, {})"
+DECORATOR = """def times(f):
+    @functools.wraps(f)
+    def inner(*x):
+        return f(*x) * 1
+    return inner
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "old", "new"),
+    [
+        (PARTIAL.format("a=[[16], [16, 16]]"), "[16], [16, 16]", "[16, 16], [16]"),
+        (PARTIAL.format("a={1: 2}"), "{1: 2}", "[1, 2]"),
+        (PARTIAL.format("a=(3, 3), b=(2, 2), c=(2, 2)"), "c=(2", "c=(3"),
+        (f"PLAN = [[1], [2, 3]]\n{FUNCTION.format('PLAN')}", "[1], [2, 3]", "[1, 2], [3]"),
+        (f"@functools.cache\n{HELPER}{FUNCTION.format('helper()')}", "+ 1", "+ 2"),
+        (f"{DECORATOR}@times\n{FUNCTION.format('x')}", "* 1", "* 2"),
+        (f"{DECORATOR}{CLASS.format('@times')}", "* 1", "* 2"),
+        (f"{HELPER}{CLASS.format('act = staticmethod(helper)')}", "+ 1", "+ 2"),
+        (f"{HELPER}{CLASS.format('f = functools.partialmethod(helper, [1, [2]])')}", "[2]", "2"),
+        (f"class Block:\n    n = 1\n{CLASS.format('_block = Block')}", "= 1", "= 2"),
+        (f"class Meta(type):\n    n = 1\n{CLASS}".replace("e:\n    {}", "e(metaclass=Meta):"), "= 1", "= 2"),
+        (f"W = torch.ones(2)\n{CLASS.format('w = W')}", "ones", "zeros"),
+        ("made = torch.nn.Sequential()\nmade.plan = [[0, 1], [2]]", "1], [", "], [1, "),
+        ("n = torch.nn\nmade = n.Sequential(n.PReLU(), n.PReLU())\n#made[0].weight = made[1].weight", "#", ""),
+    ],
+)  # fmt: skip
+def test_each_edit_gives_an_object_of_a_notebook_another_name(source, old, new):
+    assert named(source) == named(source) != named(source.replace(old, new))
+
+
+def test_an_edited_module_that_a_script_imports_gives_another_name(source, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    names = set()
+    for factor in "112":
+        source("own_helper", f"FACTOR = {factor}\ndef scale(x):\n    return x * FACTOR\n")
+        monkeypatch.delitem(sys.modules, "own_helper", raising=False)
+        names.add(named(f"import own_helper as h\n{FUNCTION.format('h.scale(x)')}"))
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+    assert len(names) == 2
+
+
+def test_what_python_may_do_otherwise_in_the_next_process_does_not_change_a_name():
+    """Constants are one object or several, sets have any order, and a cache is filled."""
+    shared = PARTIAL.format("a=((1, 2), {2.0, 'b', made_of}, P('u'))")
+    shared = f"from re import compile as P\nmade_of = (1, 2)\n{shared}"
+    assert named(shared) == named(shared.replace("((1, 2)", "(tuple([1, 2])"))
+    cached = f"@functools.cache\n{HELPER}{FUNCTION.format('helper()')}"
+    assert named(cached) == named(f"{cached}\nmade(1)")
+    assert python_objects.UNREADABLE not in named(shared)
 
 
 def test_a_run_with_an_unreadable_object_says_why_it_is_not_resumed(config, monkeypatch, tmp_path):

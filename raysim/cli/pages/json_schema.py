@@ -17,15 +17,12 @@ from pydantic import BaseModel, Field, TypeAdapter, create_model
 from raysim.cli.pages import lists, method_page
 from raysim.cli.pages.keys import keys_of
 from raysim.config import entry_points
-from raysim.config.sections.base import Named, Section
+from raysim.config.sections.base import OWN_CODE, Named, Section
 from raysim.prepare.early_validation import DEFAULTS_ELSEWHERE
 
 JsonSchema = dict[str, Any]
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-
-OWN_CODE = {"type": "string", "pattern": ":"}
-"""A method or model of the user's own: path.py:Class or module:Class."""
 
 OTHER_SECTIONS: dict[str, JsonSchema] = {
     "extends": {
@@ -58,7 +55,6 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
             ones.
     """
     from raysim import data
-    from raysim.config.explain import choices
     from raysim.config.schema import Config
     from raysim.config.sections.data import Arrays, Data, HuggingFace, OwnData, TorchvisionData
     from raysim.rules.tasks.shipped_tasks import TASKS
@@ -78,11 +74,6 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     sections["model"] = _by_name(_models())
     sections["task"] = _by_name({name: _described(task) for name, task in TASKS.items()})
     definitions["OwnPartition"]["properties"]["name"] = OWN_CODE
-    partitions = sections["partition"]
-    names = [{"enum": list(choices("partition"))}, OWN_CODE]
-    variants = partitions.pop("oneOf")
-    sections["partition"] = {**partitions, "anyOf": [*names, *variants]}
-    sections["schedule"] = _union(sections["schedule"])
     units = sections["privacy"]["anyOf"]
     sections["privacy"]["anyOf"] = [kind for unit in units for kind in unit.get("oneOf", [unit])]
     definitions["Data"]["properties"]["name"] = {"enum": list(data.dataset_names())}
@@ -105,9 +96,6 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     stage_reference = {"$ref": "#/$defs/UploadStage"}
     for definition in definitions.values():
         keys = definition.get("properties", {})
-        for key in ("optimizer", "client_speeds"):
-            if key in keys:
-                keys[key] = _union(keys[key])
         if "upload" in keys:
             keys["upload"] = _one_or_several(stage_reference, keys["upload"])
 
@@ -234,17 +222,6 @@ def _by_name(variants: Mapping[str, JsonSchema]) -> JsonSchema:
     ]
     own_code = {"type": "object", "properties": {"name": OWN_CODE}, "required": ["name"]}
     return {"anyOf": [{"enum": sorted(variants)}, *objects, OWN_CODE, own_code, {"type": "null"}]}
-
-
-def _union(section: JsonSchema) -> JsonSchema:
-    """Return the schema of a discriminated union; a plain name is allowed for its members."""
-    kinds = section.get("anyOf", [section])  # with null, if that is allowed
-    union = next(kind for kind in kinds if "discriminator" in kind)
-    others = [kind for kind in kinds if kind is not union]
-    return {
-        "anyOf": [{"enum": list(union["discriminator"]["mapping"])}, *union["oneOf"], *others],
-        **{key: section[key] for key in ("default", "description") if key in section},
-    }
 
 
 def _one_or_several(item: JsonSchema, section: JsonSchema) -> JsonSchema:

@@ -23,6 +23,7 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from raysim.cli.base import facts_table, print_table, rows_table
 from raysim.cli.terminal import say
+from raysim.config.sections.base import OWN_CODE
 
 KeyRow = dict[str, str]
 """Name, default, values and meaning of a key."""
@@ -129,6 +130,8 @@ def _values(kind: Mapping[str, Any]) -> str:
         return "section"
     if kinds := kind.get("anyOf") or kind.get("oneOf"):
         return " or ".join(dict.fromkeys(map(_values, kinds)))
+    if kind == OWN_CODE:
+        return "path.py:NAME"
     if "enum" in kind:
         return " | ".join(map(str, kind["enum"]))
     if "const" in kind:

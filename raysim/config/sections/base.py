@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
@@ -12,12 +13,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
     WrapValidator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
 
 
 def _scheduled(
@@ -40,6 +42,9 @@ def _scheduled(
             )
     return scheduled
 
+
+OWN_CODE = {"type": "string", "pattern": ":"}
+"""JSON Schema of code of the user's own: path.py:Class or module:Class."""
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -129,6 +134,27 @@ class Named(BaseModel):
         return dict(self.model_extra or {})
 
 
+@dataclass(frozen=True)
+class ShortForm(BeforeValidator):
+    """A validator of short forms: one item of a list, or the name of a section's kind.
+
+    The JSON Schema of the key has the short forms, too.
+    """
+
+    def __get_pydantic_json_schema__(
+        self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Return the schema of the key, with its short forms."""
+        schema, kinds = handler(core_schema), core_schema
+        while "schema" in kinds:
+            kinds = kinds["schema"]
+        short = [schema["items"]] if "items" in schema else [{"type": "string"}]
+        if "choices" in kinds and "items" not in schema:
+            names = sorted(kinds["choices"].keys() - {"own"})
+            short = [{"enum": names}, *([OWN_CODE] if "own" in kinds["choices"] else [])]
+        return {"anyOf": [*short, *schema.get("oneOf", [schema])]}
+
+
 def named(value: Any) -> Any:
     """Return a section that was shortened to its name as a mapping.
 
@@ -162,15 +188,13 @@ def with_settings(name: str, settings: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(pairs)})" if pairs else name
 
 
-def default_name(name: str) -> BeforeValidator:
+def default_name(name: str) -> ShortForm:
     """Return a validator of a section that may omit its name or consist of it.
 
     Args:
         name: the name of a section without one.
     """
-    return BeforeValidator(
-        lambda v: {"name": name, **named(v)} if isinstance(v, Mapping | str) else v
-    )
+    return ShortForm(lambda v: {"name": name, **named(v)} if isinstance(v, Mapping | str) else v)
 
 
 def as_list(value: Any) -> Any:
@@ -195,6 +219,10 @@ def as_names(value: Any) -> Any:
     return [str(name) if type(name) is int else name for name in names]
 
 
+AS_NAMES = BeforeValidator(as_names, json_schema_input_type=str | int | tuple[str | int, ...])
+"""Validator of names of parts of a net."""
+
+
 def kind_or_own(value: Any) -> str:
     """Return the tag of a section in a union: its name, or "own" for path.py:NAME.
 
@@ -203,6 +231,20 @@ def kind_or_own(value: Any) -> str:
     """
     name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", value)
     return "own" if ":" in str(name) else str(name)
+
+
+def not_empty(value: Any) -> Any:
+    """Refuse a text without a character, for validators.
+
+    Args:
+        value: the value of a key; anything but a text is returned as it is.
+
+    Raises:
+        ValueError: the text is empty.
+    """
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("must not be empty; leave it out, or give a name")
+    return value
 
 
 def is_due(every: int, rounds_done: int, rounds: int) -> bool:

@@ -232,7 +232,10 @@ def _named_test(value: Any) -> Any:
     return {value: True}
 
 
-LocalTestOrWord = Annotated[LocalTest, BeforeValidator(_named_test)]
+LocalTestOrWord = Annotated[
+    LocalTest,
+    BeforeValidator(_named_test, json_schema_input_type=LocalTest | Literal["natural", "matched"]),
+]
 """The section `partition.test`, which may be one word."""
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from raysim.config.sections.base import (
     Named,
     Positive,
     PositiveScheduled,
     Section,
+    ShortForm,
     as_list,
     is_due,
     named,
@@ -107,7 +108,7 @@ class Evaluate(Section):
     evaluated. 0: never."""
     batch_size: int = Field(default=1000, ge=1)
     """Examples in a batch of the evaluation."""
-    metrics: Annotated[tuple[str, ...], BeforeValidator(as_list)] | None = None
+    metrics: Annotated[tuple[str, ...], ShortForm(as_list)] | None = None
     """Metrics on test and held-out examples: names that the task knows, path.py:Class, or
     path.py:function of outputs and targets; null: the task's own. The first one selects the best
     model, unless it is a function that does not say whether larger values are better."""
@@ -121,9 +122,7 @@ class Evaluate(Section):
     """Measure forgetting; costs a pass over the cohort's data for each client."""
     theory: Theory | None = None
     """Measure the theorem's terms; costs a pass over all clients' data."""
-    probes: Annotated[
-        tuple[Annotated[Named, BeforeValidator(named)], ...], BeforeValidator(as_list)
-    ] = ()
+    probes: Annotated[tuple[Annotated[Named, ShortForm(named)], ...], ShortForm(as_list)] = ()
     """Your own probes: path.py:Class, or a mapping with that `name` and its parameters."""
 
     @property

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from raysim.config.identity import Identity
-from raysim.config.sections.base import Named, Positive, Section, default_name, named
+from raysim.config.sections.base import Named, Positive, Section, ShortForm, default_name, named
 from raysim.config.sections.learning_rate import LearningRate
 from raysim.config.sections.local import Local, Precision, UploadStages
 from raysim.config.sections.optimizer import AnyOptimizer
@@ -70,7 +70,7 @@ class Group(Section):
     """Numbers of the clients, from 0."""
     file: Annotated[str | None, Identity.NEVER] = None
     """Text file with the numbers of the clients, separated by white space."""
-    client: Annotated[Named, BeforeValidator(named)] | None = None
+    client: Annotated[Named, ShortForm(named)] | None = None
     """Client rule, and its hyper-parameters; null: that of the other clients. Give null if a rule
     only reads the name of the group."""
     local: GroupLocal = GroupLocal()

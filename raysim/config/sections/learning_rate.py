@@ -18,6 +18,7 @@ from raysim.config.sections.base import (
     Positive,
     PositiveScheduled,
     Section,
+    ShortForm,
     at_round,
     kind_or_own,
     named,
@@ -281,7 +282,7 @@ else:
         | Annotated[CosineSchedule, Tag("cosine")]
         | Annotated[StepSchedule, Tag("step")]
         | Annotated[WarmupSchedule, Tag("warmup")]
-        | Annotated[OwnStepSizes, BeforeValidator(named), Tag("own")],
+        | Annotated[OwnStepSizes, ShortForm(named), Tag("own")],
         Discriminator(_kind),
         BeforeValidator(_not_a_bare_name),
     ]

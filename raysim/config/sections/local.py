@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from raysim.config.identity import Identity
 from raysim.config.sections.base import (
+    AS_NAMES,
     Named,
     Positive,
     Section,
+    ShortForm,
     as_list,
-    as_names,
     default_name,
     named,
 )
@@ -28,9 +29,7 @@ from raysim.config.sections.optimizer import PLAIN_SGD, AnyOptimizer
 Precision = Literal["float32", "tf32", "bf16"]
 """Precision of the passes of nets."""
 
-UploadStages = Annotated[
-    tuple[Annotated[Named, BeforeValidator(named)], ...], BeforeValidator(as_list)
-]
+UploadStages = Annotated[tuple[Annotated[Named, ShortForm(named)], ...], ShortForm(as_list)]
 """Stages of uploads, in order; one may be given without a list."""
 
 
@@ -75,7 +74,7 @@ class Local(Section):
     upload: Annotated[UploadStages, Identity.UNLESS_DEFAULT] = ()
     """Stages that change a client's update before it is sent, in order: `clip`, `topk`, `randk`,
     `qsgd`, `signsgd`, `cast`, or path.py:Class, each with its parameters."""
-    personal: Annotated[tuple[str, ...], BeforeValidator(as_names), Identity.UNLESS_DEFAULT] = ()
+    personal: Annotated[tuple[str, ...], AS_NAMES, Identity.UNLESS_DEFAULT] = ()
     """Parameters that each client keeps to itself: `classifier`, `norm`, or patterns of names such
     as `fc*`."""
     buffers: Annotated[Literal["averaged", "personal", "frozen"], Identity.UNLESS_DEFAULT] = (

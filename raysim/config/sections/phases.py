@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from raysim.config.identity import Identity
-from raysim.config.sections.base import Named, Section, kind_or_own, named
+from raysim.config.sections.base import Named, Section, ShortForm, kind_or_own, named
 
 
 class PhasesOfRounds(Section):
@@ -53,5 +53,5 @@ AnyPhases = Annotated[
 ]
 """The kinds of `partition.phases`."""
 
-Phases = Annotated[Annotated[AnyPhases, BeforeValidator(named)] | None, Identity.UNLESS_DEFAULT]
+Phases = Annotated[Annotated[AnyPhases, ShortForm(named)] | None, Identity.UNLESS_DEFAULT]
 """The section `partition.phases`."""

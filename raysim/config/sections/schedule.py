@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from raysim.config.identity import Identity
-from raysim.config.sections.base import Named, Positive, Section, kind_or_own, named
+from raysim.config.sections.base import Named, Positive, Section, ShortForm, kind_or_own, named
 
 
 class Constant(Section):
@@ -115,7 +115,7 @@ class Availability(Section):
 class Clocked(Section):
     """Keys that all schedules have."""
 
-    client_speeds: Annotated[ClientSpeeds, BeforeValidator(named)] = Constant()
+    client_speeds: Annotated[ClientSpeeds, ShortForm(named)] = Constant()
     """Virtual time that clients' tasks take."""
     client_dropout: ClientDropout | None = None
     """Tasks that never arrive; null: none."""
@@ -194,9 +194,7 @@ class Sync(Clocked):
     name: Literal["sync"] = "sync"
     cohort: int = Field(default=10, ge=1)
     """Number of clients in a round; the expected number under Poisson sampling."""
-    sampling: Annotated[Sampling, BeforeValidator(named), Identity.UNLESS_DEFAULT] = (
-        UniformSampling()
-    )
+    sampling: Annotated[Sampling, ShortForm(named), Identity.UNLESS_DEFAULT] = UniformSampling()
     """Which clients take part: `uniform`, `samples`, `poisson`, or path.py:Class."""
     deadline: Positive | None = None
     """Virtual time after which stragglers are dropped; null: all are awaited."""
@@ -232,7 +230,7 @@ class InFlight(Clocked):
     max_staleness: int | None = Field(default=None, ge=0)
     """Largest number of rounds that an arriving update may be behind; others are discarded, and
     their clients start again. null: no limit."""
-    client_speeds: Annotated[ClientSpeeds, BeforeValidator(named)] = UniformArrival()
+    client_speeds: Annotated[ClientSpeeds, ShortForm(named)] = UniformArrival()
     """Virtual time that clients' tasks take."""
 
     def places(self, n_clients: int) -> int:

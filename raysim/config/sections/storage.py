@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from raysim.config.sections.base import Section, as_list
+from raysim.config.sections.base import Section, ShortForm, as_list, not_empty
 
 
 class Checkpointing(Section):
@@ -51,7 +51,7 @@ class ClientState(Section):
         int, Field(ge=0), BeforeValidator(_bytes, json_schema_input_type=int | str)
     ] = 2_000_000_000
     """Bytes kept in memory (a number, or 512MB, 4GB, 4GiB); the rest is on disk."""
-    dir: str | None = None
+    dir: Annotated[str | None, AfterValidator(not_empty)] = None
     """Folder for the part on disk; null: `<run_dir>/rows`."""
 
 
@@ -66,9 +66,9 @@ class Tracking(Section):
     """MLflow's tracking URI."""
     experiment: str = "raysim"
     """MLflow's experiment, and the folder of its runs in runs/."""
-    also: Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(as_list)] = ()
+    also: Annotated[tuple[Literal["tensorboard", "wandb"], ...], ShortForm(as_list)] = ()
     """Further trackers: `tensorboard` (event files in `<run_dir>/tensorboard`), `wandb`."""
-    models: Annotated[tuple[Literal["final", "best"], ...], BeforeValidator(as_list)] = ()
+    models: Annotated[tuple[Literal["final", "best"], ...], ShortForm(as_list)] = ()
     """Nets that a finished run logs as models in MLflow, with signatures: `final`, and `best`, that
     of the best checkpoint."""
     required: bool = True

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from raysim.config import entry_points, python_objects
-from raysim.config.explain import annotation_types, explain_validation_error
+from raysim.config.explain import annotation_types, explain_validation_error, misplaced_switch
 from raysim.config.references import load_file, load_object, place_of
 from raysim.config.schema import FEDAVG, GENERAL
 from raysim.errors import ConfigError
@@ -384,10 +384,8 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
     kinds = get_type_hints(cls)
     for key, value in parameters.items():
         # pydantic would take true for 1
-        if isinstance(value, bool) and bool not in annotation_types(kinds[key]):
-            raise ConfigError(
-                f"{section}.{key}: {str(value).lower()} is neither a number nor a word"
-            )
+        if switch := misplaced_switch(value, annotation_types(kinds[key])):
+            raise ConfigError(f"{section}.{key}: {switch} is neither a number nor a word")
     failed = f"{section}.name: {cls.__name__} cannot be built"
     try:
         with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ValidationError,)):

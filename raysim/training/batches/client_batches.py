@@ -32,7 +32,10 @@ MAX_SEED = 2**32
 PREFETCH_EXAMPLES = 1024
 """Number of examples that are gathered and normalised together in loop mode, in whole batches."""
 
-AUGMENT, DROPOUT, PRIVATE_NOISE, RULE_NOISE = "augment", "dropout", "noise", "client rule noise "
+CLIENT_RULE, NOISE = "client rule ", "noise "
+"""Beginnings of the purposes of numbers that a client rule draws, and of those that it declares."""
+
+AUGMENT, DROPOUT, PRIVATE_NOISE, RULE_NOISE = "augment", "dropout", "noise", CLIENT_RULE + NOISE
 NET = "net"
 """Purposes of random numbers in a step; names of a rule's follow the last."""
 

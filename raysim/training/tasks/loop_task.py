@@ -16,6 +16,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.contract import State
 from raysim.rules.losses import JointLoss, Loss, Net, task_loss
 from raysim.rules.task import PassMode
+from raysim.training.batches.client_batches import CLIENT_RULE, NOISE
 from raysim.training.tasks.fast_gradient import FastGradient, by_autograd
 from raysim.training.tasks.forward_pass import ForwardPass, of_bound
 from raysim.training.tasks.local_step import LocalSettings, step_in_place, steps_in_place
@@ -114,8 +115,13 @@ class LoopTask(ModelTask):
         # Refused on every device, since a captured step would draw the same numbers each time.
         if self.in_steps:
             return super().rng(stream)
+        if stream.startswith(NOISE):
+            raise ValueError(
+                f"task.rng('{stream}'): '{NOISE}NAME' are the numbers that `noise` of the rule "
+                "declares; give this one another name"
+            )
         return generator(
-            self.settings.seed, f"client rule {stream}", int(self.t), int(self.facts[1])
+            self.settings.seed, f"{CLIENT_RULE}{stream}", int(self.t), int(self.facts[1])
         )
 
     def descend_in_place(self, w: Tensor, direction: Tensor) -> None:
