@@ -31,7 +31,7 @@ from raysim.randomness import generator
 from raysim.spelling import did_you_mean
 
 DRAWN_DIGITS = 4
-"""Significant digits of a drawn number; more in a narrow range, which has at least 100 numbers."""
+"""Significant digits of a drawn number; more where fewer than 100 such numbers are in its range."""
 
 _IN_COMMON = re.compile(r"(sweep|extends|run_dir|tracking)\b")
 """Beginning of the keys that do not vary; a list is one value of theirs."""
