@@ -285,7 +285,7 @@ class _Description:
             return self.names[id(value)][0].encode()
         if isinstance(value, WRAPPERS):
             parts = [getattr(value, part, None) for part in PARTS_OF_WRAPPERS]
-            return self.contents(type(value).__name__.encode(), parts)
+            return self.contents(f"{type(value).__name__}".encode(), parts)
         name = f"{value.__module__}.{value.__qualname__}"
         if isinstance(value, BuiltinFunctionType):
             owner = value.__self__
@@ -464,8 +464,10 @@ def _source(value: Any) -> bytes:
         return source if is_enough else source + b"\n# " + _code_text(value.__code__)
     source = _source_text(value)
     for member in vars(value).values():
-        code = member.__code__ if isinstance(member, FunctionType) else None
-        is_method = code and code.co_qualname == f"{value.__qualname__}.{code.co_name}"
+        if not isinstance(member, FunctionType):
+            continue
+        code = member.__code__
+        is_method = code.co_qualname == f"{value.__qualname__}.{code.co_name}"
         if is_method and _source_text(code) not in source:
             return b""
     return source

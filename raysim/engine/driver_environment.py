@@ -13,10 +13,10 @@ from pathlib import Path
 
 NOT_FOR_WORKERS = re.compile(
     r"(RAY|CUDA|CUBLAS|NVIDIA|MLFLOW|PYTEST|LD)_|PYTHON|.*_(NUM_THREADS|USERNAME|PASSWORD|TOKEN"
-    r"|SECRET|KEY|CREDENTIALS)"
+    r"|SECRET|KEY|CREDENTIALS)|(PATH|HOME|TMPDIR|TMP|TEMP|USER|HOSTNAME)$"
 )
 """Beginnings of names of variables that stay here: those of Ray, CUDA, MLflow and the loaders of
-programs, numbers of threads, and logins."""
+programs, numbers of threads, logins, and what is of one machine."""
 
 
 def own_variables() -> dict[str, str | None]:
