@@ -460,7 +460,7 @@ def test_refused_records_are_named_and_the_rest_goes_on(
     tracker = Tracker(settings, tmp_path)
     run_id = tracker.start("run", {}, {})
     for t in range(6):
-        tracker.metrics({"loss" if t != 3 else "../loss": 1.0}, t)
+        tracker.metrics({"loss" if t != 3 else "..loss": 1.0}, t)
     tracker.artifact(tmp_path / "absent")
     tracker.finish("FINISHED")
     assert steps(settings.uri, run_id, "loss") == [0, 1, 2, 4, 5]

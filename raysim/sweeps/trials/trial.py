@@ -139,7 +139,11 @@ def _where_it_stopped(trial: Trial, ready: Plan) -> checkpoint.Checkpoint | None
     resumed its run, and all if the trial starts again. Its new ones would have lower numbers, so
     they would be the ones that are not kept.
     """
-    checkpoint.remove_after(trial.folder, trial.config.rounds)
+    last = trial.config.rounds
+    names = [path.name for path in checkpoint.available_checkpoints(trial.folder)]
+    if names and names[-1] > checkpoint.checkpoint_name(last):
+        # Of a longer run; the one after the trial's last round lacks the last evaluation.
+        checkpoint.remove_after(trial.folder, last - 1)
     same = {
         "fingerprint": ready.config.fingerprint,
         "data": ready.dataset.digest,
