@@ -145,7 +145,8 @@ class ShortForm(BeforeValidator):
         self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         """Return the schema of the key, with its short forms."""
-        schema, kinds = handler(core_schema), core_schema
+        schema = handler(core_schema)
+        kinds: Any = core_schema
         while "schema" in kinds:
             kinds = kinds["schema"]
         short = [schema["items"]] if "items" in schema else [{"type": "string"}]
