@@ -283,9 +283,10 @@ class _Description:
         """Return the name of a class or a function, or the parts of a method, a partial etc."""
         if id(value) in self.names:
             return self.names[id(value)][0].encode()
+        kind: str = type(value).__name__
         if isinstance(value, WRAPPERS):
             parts = [getattr(value, part, None) for part in PARTS_OF_WRAPPERS]
-            return self.contents(f"{type(value).__name__}".encode(), parts)
+            return self.contents(kind.encode(), parts)
         name = f"{value.__module__}.{value.__qualname__}"
         if isinstance(value, BuiltinFunctionType):
             owner = value.__self__
@@ -463,10 +464,7 @@ def _source(value: Any) -> bytes:
         is_enough = source and value.__name__ != "<lambda>"
         return source if is_enough else source + b"\n# " + _code_text(value.__code__)
     source = _source_text(value)
-    for member in vars(value).values():
-        if not isinstance(member, FunctionType):
-            continue
-        code = member.__code__
+    for code in [m.__code__ for m in vars(value).values() if isinstance(m, FunctionType)]:
         is_method = code.co_qualname == f"{value.__qualname__}.{code.co_name}"
         if is_method and _source_text(code) not in source:
             return b""

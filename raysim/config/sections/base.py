@@ -146,7 +146,7 @@ class ShortForm(BeforeValidator):
     ) -> dict[str, Any]:
         """Return the schema of the key, with its short forms."""
         schema = handler(core_schema)
-        kinds: dict[str, Any] = dict(core_schema)
+        kinds: Any = core_schema
         while "schema" in kinds:
             kinds = kinds["schema"]
         short = [schema["items"]] if "items" in schema else [{"type": "string"}]
