@@ -33,15 +33,21 @@ def test_a_plan_brings_the_variables_that_this_process_has_set(scaled, monkeypat
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "x")
     monkeypatch.setenv("SOME_API_KEY", "x")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    monkeypatch.delenv("PATH")  # of those that it was started with
+    monkeypatch.setenv("PATH", "/bin")
+    known, stay = driver_environment.own_variables(), driver_environment.NOT_FOR_WORKERS
+    # One of those that the process was started with.
+    gone = next(name for name in os.environ if name not in known and not stay.match(name))
+    value = os.environ[gone]
+    monkeypatch.delenv(gone)
     set_here = driver_environment.own_variables()
-    assert set_here["SCALE_OF_THIS_TEST"] == "2" and set_here["PATH"] is None
-    assert not {"MLFLOW_TRACKING_PASSWORD", "SOME_API_KEY", "CUDA_VISIBLE_DEVICES"} & set(set_here)
+    assert set_here["SCALE_OF_THIS_TEST"] == "2" and set_here[gone] is None
+    own = {"MLFLOW_TRACKING_PASSWORD", "SOME_API_KEY", "CUDA_VISIBLE_DEVICES", "PATH"}
+    assert not own & set(set_here)
     of_worker = pickle.dumps(prepare(raw))
     monkeypatch.delenv("SCALE_OF_THIS_TEST")
-    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setenv(gone, value)
     assert isinstance(pickle.loads(of_worker), Plan)
-    assert os.environ["SCALE_OF_THIS_TEST"] == "2" and "PATH" not in os.environ
+    assert os.environ["SCALE_OF_THIS_TEST"] == "2" and gone not in os.environ
 
 
 @pytest.mark.ray
