@@ -83,8 +83,7 @@ class FedFomoServer(ServerRule):
         return {**shared, "models": shared["models"][n.long().clamp(min=0)], "chosen": n}
 
     def before_round(self, state, cohort):
-        rng, chosen = cohort.rng("models"), state["chosen"].clone()
-        P = state["P"].cpu().numpy()
+        rng, chosen, P = cohort.rng("models"), state["chosen"].clone(), state["P"].cpu().numpy()
         trained = (state["models"] != state["x"]).any(1).cpu().numpy()
         for i in cohort.ids:
             others = np.flatnonzero(trained & (np.arange(len(P)) != i))

@@ -45,7 +45,7 @@ class DPFTRLServer(ServerRule):
             "x0": x0,
             "sum": torch.zeros_like(x0),
             "nodes": x0.new_zeros(self.levels, len(x0)),
-            "K": torch.tensor(problem.cohort),
+            "K": torch.tensor(min(problem.cohort, problem.n_nonempty)),
             "t": torch.tensor(0),
         }
 

@@ -122,7 +122,10 @@ PAGES = {
     ("servers", "fedadam"): "server.beta1",
     ("tasks", "next_token"): "task.vocabulary",
     ("partitions", "dirichlet"): "partition.alpha (required)",
-    ("schedules", "kasync"): 'schedule.client_speeds {"name": "uniform_arrival"} section',
+    (
+        "schedules",
+        "kasync",
+    ): 'schedule.client_speeds {"name": "uniform_arrival"} constant | data | ',
     ("sampling", "poisson"): "schedule.sampling={name: poisson}",
     ("privacy", "client"): "privacy.noise_multiplier",
 }

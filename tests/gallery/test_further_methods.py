@@ -90,10 +90,10 @@ def test_fedfomo(mode, train):
     """Zhang 2021, eq. 5 to 7: w_n = (L(θ_i) - L(θ_n)) / |θ_n - θ_i| on validation examples, θ_i <- θ_i
     + Σ w⁺_n (θ_n - θ_i) with Σ w⁺ = 1; the server sends the models of the largest sums of w_n, or
     random ones."""
-    n, m, epsilon, decay, server_lr = len(EMPTY), 2, 0.6, 0.1, 0.9
+    n, m, epsilon, decay = len(EMPTY), 2, 0.6, 0.1
     done = train(
         mode,
-        {"name": "fedfomo", "M": m, "epsilon": epsilon, "decay": decay, "lr": server_lr},
+        {"name": "fedfomo", "M": m, "epsilon": epsilon, "decay": decay},
         sizes=EMPTY,
         rounds=8,
         partition={"val": {"fraction": 0.3}},
@@ -125,7 +125,7 @@ def test_fedfomo(mode, train):
                     a * (c - theta) for a, c in zip(shares, candidates, strict=True)
                 )
             start[i], own[i] = begin, sgd(begin, done.batches(t, i), by_round(FALLING)(t))
-            after[i] = x0 - server_lr * (x0 - own[i])
+            after[i] = own[i]
             P[i, chosen] += w[1:]
             seen["negative"] += int((w < 0).sum())
             seen["none"] += bool(len(w) > 1 and positive.sum() == 0)

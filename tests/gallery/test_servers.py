@@ -96,7 +96,7 @@ def test_dp_ftrl():
         rule("servers/dp_ftrl.py:DPFTRLServer", clip=2.0, noise_multiplier=0.7, lr=lr, levels=4)
         for lr in (0.3, 0.6)
     ]
-    state, total = rules[0].init(x0, SimpleNamespace(cohort=5)), np.zeros(8)
+    state, total = rules[0].init(x0, SimpleNamespace(cohort=5, n_nonempty=9)), np.zeros(8)
     with_clients = [0, 1, 4, 5, 6, 7, 9, 10, 12]
 
     def of_the_tree(t: int) -> np.ndarray:

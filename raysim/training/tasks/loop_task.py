@@ -165,6 +165,15 @@ class LoopTask(ModelTask):
             self.memo.keep(w, batch, loss, gradient)
         return gradient
 
+    def _grad_of_rows(
+        self, total: Callable[[Tensor], tuple[Tensor, Tensor]], rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        # In `torch.func.grad` a loss that asks for another net could not make it.
+        leaves = rows.detach().requires_grad_()
+        with torch.enable_grad():
+            value, plain = total(leaves)
+        return torch.autograd.grad(value, leaves, materialize_grads=True)[0], plain
+
     def _grad_and_buffers(
         self, w: Tensor, batch: Batch, loss: Loss, buffers: Tensor
     ) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import SupportsFloat
 
 import torch
@@ -276,11 +276,14 @@ class ModelTask(Task):
             return values.sum(), plain.detach()
 
         # Each example has a row of parameters, so one backward pass of the sum gives all gradients.
-        # Not by `torch.func.grad`, in which a loss could make no further net.
-        rows = w.expand(len(batch.y), -1).detach().requires_grad_()
-        with self.model.passes(), torch.enable_grad():
-            value, plain = total(rows)
-            return torch.autograd.grad(value, rows, materialize_grads=True)[0], plain
+        with self.model.passes():
+            return self._grad_of_rows(total, w.expand(len(batch.y), -1))
+
+    def _grad_of_rows(
+        self, total: Callable[[Tensor], tuple[Tensor, Tensor]], rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient [B, P] of the first result at rows [B, P], and the second result."""
+        return torch.func.grad(total, has_aux=True)(rows)
 
     def fisher(self, w: Tensor, data: LocalData, augment: bool = False) -> Tensor:
         """Compute the diagonal of the empirical Fisher information. See `Task.fisher`."""
