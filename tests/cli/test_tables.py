@@ -122,10 +122,7 @@ PAGES = {
     ("servers", "fedadam"): "server.beta1",
     ("tasks", "next_token"): "task.vocabulary",
     ("partitions", "dirichlet"): "partition.alpha (required)",
-    (
-        "schedules",
-        "kasync",
-    ): 'schedule.client_speeds {"name": "uniform_arrival"} constant | data | ',
+    ("schedules", "kasync"): "constant | data | lognormal | trace | two_speed | uniform_arrival",
     ("sampling", "poisson"): "schedule.sampling={name: poisson}",
     ("privacy", "client"): "privacy.noise_multiplier",
 }
