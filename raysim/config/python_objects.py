@@ -55,7 +55,7 @@ LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 """Instructions that read a global; one in the body of a class looks there first."""
 
 THE_RUN = "a run"
-"""What refers to the object itself; no class or function has such a name."""
+"""Key of the described object itself; names of classes and functions have no space."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 COLLECTIONS = (tuple, list, set, frozenset, Mapping)
@@ -198,7 +198,7 @@ class _Description:
         self.sources: dict[str, bytes] = {}
         """Sources of classes and functions, by name."""
         self.values: dict[str, dict[str, bytes]] = {}
-        """What they refer to, by their name and by that of the variable or attribute."""
+        """Contents of variables and attributes, by the class or function with them, by name."""
         self.names: dict[int, tuple[str, Any]] = {}
         """Names of classes and functions, by id, with themselves, which keeps their ids."""
         self.seen: dict[int, tuple[int, Any]] = {}
@@ -206,7 +206,7 @@ class _Description:
         self.unreadable: str | None = None
         """Type of an object whose content cannot be read."""
         self.with_states = with_states
-        """Whether the states of generators of random numbers count."""
+        """Whether a generator of random numbers counts with its state, or as its type alone."""
         self.describe(value)
 
     def describe(self, value: Any) -> None:
