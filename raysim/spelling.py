@@ -105,5 +105,6 @@ def nearest_words(word: str, known: Iterable[str]) -> list[str]:
         begins_with_word = len(word) > 1 and n_equal == len(word)
         if begins_with_word or ratio >= MIN_SIMILARITY:
             winkler = ratio + min(n_equal, 4) / 10 * (1 - ratio)
-            similarities[name] = begins_with_word, winkler
+            has_same_letters = sorted(name.lower()) == sorted(word)
+            similarities[name] = begins_with_word, has_same_letters, winkler
     return sorted(similarities, key=lambda name: similarities[name], reverse=True)

@@ -265,7 +265,7 @@ def _wrong_value(item: Any, path: list[str]) -> str:
     text = text[:1].lower() + text[1:]
     value = item["input"]
     if value is None or isinstance(value, str | int | float | list | tuple):
-        text += f" (given: {value!r})"
+        text += f" (given: {'null' if value is None else repr(value)})"
     return text
 
 

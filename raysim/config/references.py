@@ -31,8 +31,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from raysim.config import python_objects
 from raysim.config.distributions import distribution_of
+from raysim.config.objects import python_objects
+from raysim.config.objects.description import changed_value
 from raysim.config.shipped_files import FOLDER, shipped_files
 from raysim.errors import ConfigError, users_line, with_cause
 from raysim.spelling import nearest_words
@@ -87,7 +88,7 @@ def reference_of(value: Any, key: str) -> str:
     where, _, place = name.rpartition(":")
     if where.endswith(".py"):
         loaded = load_object(name, key)
-        if loaded is not value and (changed := python_objects.changed_value(value, loaded)):
+        if loaded is not value and (changed := changed_value(value, loaded)):
             user, variable = changed
             raise ConfigError(
                 f"{key}: '{place}' is loaded anew from {where}, also on workers, and '{variable}', "

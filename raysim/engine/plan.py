@@ -14,7 +14,7 @@ import torch
 from pydantic import ConfigDict
 from torch import Tensor, nn
 
-from raysim.config.python_objects import PythonObject
+from raysim.config.objects.python_objects import PythonObject
 from raysim.config.references import Code
 from raysim.config.schema import Config
 from raysim.config.sections.local import Local

@@ -29,10 +29,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from raysim.config import entry_points, python_objects
+from raysim.config import entry_points
 from raysim.config.distributions import distribution_of
 from raysim.config.explain import annotation_types
-from raysim.config.python_objects import PythonObject
+from raysim.config.objects import python_objects
+from raysim.config.objects.python_objects import PythonObject
 from raysim.config.references import Code, module_files, read_code
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named

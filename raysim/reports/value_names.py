@@ -1,7 +1,8 @@
-"""Readable names in reports: of files and rules that come from files, and those that a user gives.
+"""Readable names in reports: of rules and nets that users give, of files, and a user's own names.
 
-A rule from a file is a parameter such as "/home/me/study/my.py:MyClient", and the content of a file
-is a digest. Tables and legends show "MyClient", and "version 3fa2c1d4", its first letters.
+A rule from a file is a parameter such as "/home/me/study/my.py:MyClient", a net from Python is one
+such as "python:Net-3fa2c1d45e6f", and the content of a file is a digest. Tables and legends show
+"MyClient", "Net" and "version 3fa2c1d4", the digest's first letters.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from raysim.config.objects.python_objects import PREFIX, label_of
 from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean
 
@@ -58,10 +60,12 @@ def _readable_values(values: Iterable[str]) -> dict[str, str]:
 
 
 def _short_forms(value: str) -> list[str]:
-    """Return the forms of a path to Python code, an absolute path or a digest, shortest first."""
+    """Return the forms of a path, an object of Python or a digest, the shortest first."""
     if _DIGEST.fullmatch(value):
         # A number would belong to another version as soon as one is added.
         return [f"version {value[:DIGEST_LETTERS]}", value]
+    if value.startswith(PREFIX):
+        return [label_of(value), value]
     match = _FILE.fullmatch(value)
     if match is None:
         return [value]

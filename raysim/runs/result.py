@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raysim.config import explain
-from raysim.config.python_objects import ObjectMissing
+from raysim.config.objects.python_objects import ObjectMissing, noting_changes
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy
 from raysim.data import Examples
@@ -35,6 +35,7 @@ from raysim.metrics import has_direction, lower_is_better
 from raysim.prepare.resolve import prepare, read_run_config
 from raysim.rules.tasks.several_outputs import OutputForms
 from raysim.runs import run_dir
+from raysim.runs.given_again import naming_difference
 from raysim.runs.python_inputs import named_inputs
 from raysim.runs.run_dir import HISTORY_FILE, PARAMETERS_FILE
 from raysim.server.central_server import evaluated_params
@@ -118,6 +119,7 @@ class RunResult:
         """
         return last_and_best(self.history, self.config.evaluate.best)
 
+    @noting_changes()
     def net(self) -> nn.Module:
         """Return the configured net with the parameters and statistics of this result.
 
@@ -129,6 +131,7 @@ class RunResult:
         """
         return net_with(_loaded_plan(self.run_dir), self.state_dict)
 
+    @noting_changes()
     @torch.no_grad()
     def predict(self, x: Any) -> Any:
         """Return the net's outputs for inputs that are given as the data set's examples were.
@@ -273,7 +276,8 @@ def total(history: Iterable[Record], metric: str) -> float:
 def _loaded_plan(folder: Path) -> Plan:
     """Return the plan of a run in a folder; ConfigError says how to give a missing object."""
     try:
-        return prepare(folder / "config.yaml")
+        with naming_difference(folder):
+            return prepare(folder / "config.yaml")
     except ObjectMissing as error:
         raise ConfigError(
             f"{error.reason}; give it to load, as in raysim.load(RUN, {error.section}=...), or "
@@ -282,6 +286,7 @@ def _loaded_plan(folder: Path) -> Plan:
         ) from None
 
 
+@noting_changes()
 def load(run: str | Path, *, tracking_uri: str | None = None, **objects: Any) -> RunResult:
     """Load the result of a run that is finished, or was stopped after a checkpoint.
 

@@ -13,6 +13,7 @@ import torch
 
 from raysim.config import loading
 from raysim.config.loading import parse_overrides
+from raysim.config.objects.python_objects import noting_changes
 from raysim.config.schema import KEYS_OF_FILES
 from raysim.config.sections.data import AnyData
 from raysim.data import Dataset, loading_once, partition_digest
@@ -25,6 +26,7 @@ from raysim.prepare.checks.machine import check_address
 from raysim.prepare.resolve import read_run_config, resolve_plan
 from raysim.prepare.written_out import default_best
 from raysim.rules.uploads import with_mode
+from raysim.runs.given_again import naming_difference
 from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.python_inputs import named_inputs
 from raysim.runs.result import RunResult
@@ -55,6 +57,7 @@ ROUNDS_OF_STOP = {
 """The keys that give the rounds whose values `stop` judges, by their names in the identity."""
 
 
+@noting_changes()
 def resume(
     run: str | Path,
     overrides: Iterable[str] | Mapping[str, Any] = (),
@@ -87,6 +90,7 @@ def resume(
         return execute(plan, folder, saved, progress=shown_for(plan))
 
 
+@noting_changes()
 def fork(
     run: str | Path,
     overrides: Iterable[str] | Mapping[str, Any] = (),
@@ -140,7 +144,8 @@ def reopen(
         )
     moved = {key: parsed[key] for key in MOVABLE if key in parsed}
     load = loading_once()
-    before = resolve_plan(read_run_config(folder / "config.yaml", moved), load)
+    with naming_difference(folder):
+        before = resolve_plan(read_run_config(folder / "config.yaml", moved), load)
     _check_moved(folder, before, moved)
     plan = _plan_with(folder, before, parsed, load)
     if changed := _changes(before, plan):
@@ -224,7 +229,8 @@ def forked(
     finish_abandoned([folder])
     recorded = loading.read_config(folder / "config.yaml").get("files")
     load = loading_once()
-    before = resolve_plan(read_run_config(folder / "config.yaml", {"files": None}), load)
+    with naming_difference(folder):
+        before = resolve_plan(read_run_config(folder / "config.yaml", {"files": None}), load)
     before = replace(before, config=before.config.model_copy(update={"files": recorded}))
     plan = _plan_with(folder, before, {"run_dir": None, "files": None, **parsed}, load)
     changed = _changes(before, plan)

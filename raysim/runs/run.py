@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raysim.config.objects.python_objects import noting_changes
 from raysim.engine.executor import Executor
 from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine, Record
@@ -57,6 +58,7 @@ TEMPORARY_PREFIX = "raysim-untracked-"
 """Beginning of the names of folders that are removed when Python exits."""
 
 
+@noting_changes()
 def run(
     source: str | Path | Mapping[str, Any],
     overrides: Iterable[str] | Mapping[str, Any] = (),

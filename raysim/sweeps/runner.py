@@ -16,6 +16,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from raysim.config.objects.python_objects import noting_changes
 from raysim.config.tracking_uri import absolute_uri, restored_uri
 from raysim.errors import ConfigError, RaysimError
 from raysim.runs.artifacts.description import NOTE
@@ -44,6 +45,7 @@ RunAll = Callable[[str, WatchCallback], list[tuple[Trial, str]]]
 """Runs the missing trials, from the id of the sweep's run and a watch; returns the failed ones."""
 
 
+@noting_changes()
 def sweep(
     source: str | Path | Mapping[str, Any],
     overrides: Iterable[str] | Mapping[str, Any] = (),

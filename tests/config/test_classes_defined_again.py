@@ -10,7 +10,7 @@ import pytest
 from support.programs import program
 
 import raysim
-from raysim.config import python_objects
+from raysim.config.objects import python_objects
 
 
 @pytest.fixture

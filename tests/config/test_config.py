@@ -1077,6 +1077,7 @@ def test_a_value_of_the_wrong_form_is_refused_with_an_example(override, said):
         ("leset", ["lenet", "reset"], "lenet"),
         ("clinets", ["client", "clients", "linear"], "clients"),
         ("roundz", ["sounds", "rounds"], "rounds"),
+        ("fedvag", ["fedacg", "fedavg"], "fedavg"),
     ],
 )
 def test_a_suggestion_begins_like_the_unknown_word(word, known, nearest):

@@ -923,6 +923,9 @@ def test_readable_names_of_rules_and_files():
         "b" * 63 + "1": "b" * 63 + "1",
         "[[0, 0.1], [5, 0.01]]": "[[0, 0.1], [5, 0.01]]",
         "hf:google/vit": "hf:google/vit",
+        "python:Net-58011a616a02": "Net",
+        "python:Loss-aaaaaaaaaaaa": "python:Loss-aaaaaaaaaaaa",
+        "python:Loss-bbbbbbbbbbbb": "python:Loss-bbbbbbbbbbbb",
     }
     named = value_names.readable([{"key": value} for value in values])
     assert [row["key"] for row in named] == list(values.values())

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 import raysim
-from raysim.config import python_objects
+from raysim.config.objects import python_objects
 from raysim.data.own.stored import stored_arrays
 from raysim.errors import ConfigError
 from raysim.models import build
@@ -330,7 +330,7 @@ def test_a_class_of_an_imported_file_is_named_by_its_path(
 
 
 SCRIPT = """
-from raysim.config.python_objects import reference
+from raysim.config.objects.python_objects import reference
 
 SCALE = 0.5
 WEIGHTS = {"b": [1, 2], "a": {3.0, 4.0}}

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import raysim
 from raysim.algorithms.fedavg import FedAvgClient
-from raysim.config import python_objects
+from raysim.config.objects import python_objects
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, ClientSampling, LearningTask, Regression, TaskMetric, UploadStage

@@ -22,7 +22,7 @@ from support.plain_fedavg import averaged, sgd
 from torch import nn
 
 import raysim
-from raysim.config import python_objects
+from raysim.config.objects import python_objects
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, Classification, ClientRule, LocalData, cross_entropy, task_loss

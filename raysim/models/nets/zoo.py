@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import nn
 
 from raysim.errors import ConfigError
-from raysim.models.nets.sequence import lstm, transformer
+from raysim.models.nets.sequence import Width, lstm, transformer
 from raysim.models.nets.vit import vit_b_32
 
 Shape = tuple[int, int, int]
@@ -85,7 +85,7 @@ def quadratic(shape: Shape, classes: int) -> nn.Module:
     return nn.Sequential(_LeastSquares(shape[2] - 1))
 
 
-def mlp(shape: Shape, classes: int, hidden: tuple[int, ...] = (200, 200)) -> nn.Module:
+def mlp(shape: Shape, classes: int, hidden: tuple[Width, ...] = (200, 200)) -> nn.Module:
     """Build a fully connected net with ReLU between its layers.
 
     McMahan's 2NN is hidden = (200, 200), P = 199 210 on MNIST.

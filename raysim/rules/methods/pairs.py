@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, get_args
 
-from raysim.config import python_objects
+from raysim.config.objects import python_objects
 from raysim.config.references import load_object
 from raysim.config.schema import FEDAVG, Config
 from raysim.config.sections.base import Named

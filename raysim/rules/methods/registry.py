@@ -19,8 +19,9 @@ from typing import Any, Literal, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from raysim.config import entry_points, python_objects
+from raysim.config import entry_points
 from raysim.config.explain import annotation_types, explain_validation_error, misplaced_switch
+from raysim.config.objects import python_objects
 from raysim.config.references import load_file, load_object, place_of
 from raysim.config.schema import FEDAVG, GENERAL
 from raysim.errors import ConfigError

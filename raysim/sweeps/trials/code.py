@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cloudpickle
 
-from raysim.config.python_objects import PythonObject
+from raysim.config.objects.python_objects import PythonObject
 from raysim.config.references import Code
 from raysim.errors import ConfigError
 from raysim.prepare import file_digests

@@ -1,52 +1,27 @@
-"""Objects that are given from Python where a configuration has names: nets, rules, functions.
+"""What identifies an object of Python: sources, and the values that they refer to, in any depth.
 
-A class or a function from a module that is a user's file is named path.py:Name, as in a
-configuration file. What has no such place (classes of a notebook or a script, instances of nets) is
-named `python:NAME-DIGEST` and kept in this process. The digest covers the source of the object and
-of what it uses, the values that it refers to, and the weights of a net. A run of such an object is
-resumed from Python, with an object of the same content. An object that holds something whose
-content cannot be read, such as an open file, has a name of its own each time, so its run is resumed
-in the same process only.
+A description covers the source of the object and of what it uses, the values that it refers to, and
+the weights of a net. What a run itself has changed, such as a counter of calls or a table of known
+results, counts as it was before.
 """
 
 from __future__ import annotations
 
 import copy
 import copyreg
-import dataclasses
 import dis
 import functools
 import hashlib
 import inspect
-import logging
-import operator
-import os
 import sys
-import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from raysim.config.distributions import distribution_of
-from raysim.errors import ConfigError
+from raysim.config.objects.pickling import resolves
 from raysim.spelling import lacking
-
-logger = logging.getLogger("raysim")
-
-PREFIX = "python:"
-"""Begin of the names of objects that only this process has."""
-
-DIGEST_CHARACTERS = 12
-"""Hexadecimal digits of the digest in a name."""
-
-UNREADABLE = "-holds-"
-"""Part of the name of an object that holds something whose content cannot be read."""
-
-# A class of a notebook or a script is pickled by its content, and the fields of a dataclass without
-# a default hold this mark, which is compared by identity.
-copyreg.pickle(type(dataclasses.MISSING), lambda mark: "MISSING")
 
 STATE_OF_MODULES = ("training", "_modules", "_parameters", "_buffers")
 """Attributes of a module that are described otherwise, or do not count."""
@@ -74,129 +49,44 @@ WRAPPERS = (
 PARTS_OF_WRAPPERS = ("__func__", "__self__", "func", "args", "keywords", "fget", "fset", "fdel")
 CALLABLES = (FunctionType, BuiltinFunctionType, type, *WRAPPERS)
 
+GENERATOR_TYPES = ("Generator", "RandomState", "Random")
+"""Names of the types of generators of random numbers in NumPy, torch and Python."""
+
 WRITTEN_BY_DATACLASS = "__create_fn__."
 """Begin of the full names of methods that `dataclass` writes; the fields tell what they do."""
 
 
-@dataclass(frozen=True)
-class PythonObject:
-    """An object that was given from Python. Workers have it after they unpickle a plan."""
+Values = Mapping[str, Mapping[str, bytes]]
+"""Contents of variables and attributes, by the class or function that has them, by name."""
 
-    name: str
-    """Name of the object in the configuration."""
-    value: Any
-    """The object."""
-    texts: Mapping[str, bytes]
-    """Sources and values that identify the object, by name."""
-
-    def __reduce__(self) -> tuple:
-        return _keep, (self.name, self.value, dict(self.texts))
+_BEFORE_RUNS: dict[tuple[str, str, bytes], bytes] = {}
+"""What a value was before a run, by what has it, its name, and its content after the run."""
 
 
-class ObjectMissing(ConfigError):
-    """A configuration names an object that was given in Python, which this process does not have.
+def note_changes(value: Any, before: Values) -> None:
+    """Note what has changed since an object was described; it counts as before from then on.
 
     Args:
-        name: the name of the object.
-        key: the key of the configuration.
+        value: the object.
+        before: values of the description.
     """
-
-    def __init__(self, name: str, key: str):
-        self.section = key.partition(".")[0]
-        self.reason = f"{key}: '{name}' was given as an object in Python, and this process has none"
-        fix = f"give it again: raysim.resume(RUN, {{'{self.section}': ...}})"
-        if UNREADABLE in name:
-            held = name.partition(UNREADABLE)[2].rpartition("-")[0]
-            self.reason += f" of the same content: it holds a {held}, whose content cannot be read"
-            fix = "start a new run"
-        else:
-            self.reason += " of the same content"
-        super().__init__(f"{self.reason}; {fix}")
+    for user, values in Description(value).values.items():
+        for name, content in values.items():
+            known = before.get(user, {}).get(name, content)
+            if content != known:
+                _BEFORE_RUNS[user, name, content] = known
 
 
-GENERATOR_TYPES = ("Generator", "RandomState", "Random")
-"""Names of the types of generators of random numbers in NumPy, torch and Python."""
-
-_OBJECTS: dict[str, PythonObject] = {}
-"""The objects of this process by name."""
-
-
-def _keep(name: str, value: Any, texts: Mapping[str, bytes]) -> PythonObject:
-    # The new object, since an earlier one of this content may have been changed in place.
-    _OBJECTS[name] = PythonObject(name, value, texts)
-    return _OBJECTS[name]
-
-
-def find(name: str, key: str) -> PythonObject:
-    """Return the object of a name that begins with `PREFIX`.
+class Description:
+    """Collects what identifies an object.
 
     Args:
-        name: name of the object, with the prefix.
-        key: key of the configuration that names it.
-
-    Raises:
-        ObjectMissing: this process has no such object.
+        value: the object.
+        with_states: whether a generator of random numbers counts with its state, or as its type
+            alone.
     """
-    if name not in _OBJECTS:
-        raise ObjectMissing(name, key)
-    return _OBJECTS[name]
-
-
-def reference(value: Any) -> str:
-    """Return the name of a class, function or net in configurations, and keep it if need be.
-
-    Args:
-        value: the class, function or net.
-    """
-    module, place = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
-    if module not in (None, "__main__") and _resolves(module, place, value):
-        if file.endswith(".py") and distribution_of(module) is None:
-            return f"{os.path.abspath(file)}:{place}"
-        return f"{module}:{place}"
-    description = _Description(value)
-    own = getattr(value, "name", "")  # of an Algorithm, for one
-    if not place and isinstance(own, str) and own.isidentifier():
-        place = own
-    label = (place or type(value).__qualname__).rpartition(".")[2]
-    kind = description.unreadable
-    if kind is None:
-        digest = _digest(description.texts())
-        return _keep(f"{PREFIX}{label}-{digest}", value, description.shown()).name
-    logger.warning(
-        "%s holds a %s, whose content cannot be read: its run cannot be resumed by another process",
-        label,
-        kind,
-    )
-    for kept in _OBJECTS.values():
-        if kept.value is value:
-            return kept.name
-    digest = uuid.uuid4().hex[:DIGEST_CHARACTERS]
-    return _keep(f"{PREFIX}{label}{UNREADABLE}{kind}-{digest}", value, description.shown()).name
-
-
-def _digest(texts: Mapping[str, bytes]) -> str:
-    """Return the digest of texts with their names."""
-    whole = hashlib.sha256()
-    for name, text in sorted(texts.items()):
-        whole.update(f"{name}\n{hashlib.sha256(text).hexdigest()}\n".encode())
-    return whole.hexdigest()[:DIGEST_CHARACTERS]
-
-
-def _resolves(module: str | None, place: str, value: Any) -> bool:
-    """Return whether a name of a module means this very object."""
-    try:
-        return operator.attrgetter(place)(sys.modules[module or ""]) is value
-    except (AttributeError, KeyError):
-        return False
-
-
-class _Description:
-    """Collects what identifies an object: its source, and what it refers to, in any depth."""
 
     def __init__(self, value: Any, with_states: bool = True) -> None:
-        self.sources: dict[str, bytes] = {}
-        """Sources of classes and functions, by name."""
         self.values: dict[str, dict[str, bytes]] = {}
         """Contents of variables and attributes, by the class or function with them, by name."""
         self.names: dict[int, tuple[str, Any]] = {}
@@ -206,16 +96,17 @@ class _Description:
         self.unreadable: str | None = None
         """Type of an object whose content cannot be read."""
         self.with_states = with_states
-        """Whether a generator of random numbers counts with its state, or as its type alone."""
         self.describe(value)
 
     def describe(self, value: Any) -> None:
         """Add the object itself, and all that it refers to."""
-        self.values[THE_RUN] = {getattr(value, "__qualname__", "value"): self.content(value)}
+        name = getattr(value, "__qualname__", "value")
+        self.values[THE_RUN] = {name: self.value_of(THE_RUN, name, value)}
 
     def texts(self) -> dict[str, bytes]:
-        """Return the sources and the values as files."""
-        texts = {f"{name}.py": source for name, source in self.sources.items()}
+        """Return the sources of classes and functions, and the values, as files."""
+        defined = [(name, value) for name, value in self.names.values() if name in self.values]
+        texts = {f"{name}.py": _source(value) for name, value in defined}
         for name, values in self.values.items():
             lines = [_framed(key.encode(), [content]) for key, content in values.items()]
             texts |= {f"{name}.txt": b"\n".join(lines)} if lines else {}
@@ -231,8 +122,21 @@ class _Description:
             if not any(len(text) < len(whole) and text in whole for whole in wholes)
         }
 
+    def value_of(self, user: str, name: str, value: Any) -> bytes:
+        """Return the content of a variable or an attribute, as it was before runs changed it."""
+        known = set(self.values)
+        content = self.content(value)
+        if (user, name, content) not in _BEFORE_RUNS:
+            return content
+        # What a run put there may have brought classes and functions.
+        new = self.values.keys() - known
+        for definition in new:
+            del self.values[definition]
+        self.names = {i: named for i, named in self.names.items() if named[0] not in new}
+        return _BEFORE_RUNS[user, name, content]
+
     def content(self, value: Any) -> bytes:
-        """Return what identifies a value; for code its name, as its source is in `sources`."""
+        """Return what identifies a value; for code its name, as its source is told apart."""
         if type(value) in PLAIN:
             return repr(value).encode()
         if inspect.ismodule(value) or isinstance(value, WEAK):
@@ -274,10 +178,9 @@ class _Description:
         if type(item) in PLAIN:
             return repr(item)
         apart = copy.copy(self)
-        apart.sources, apart.values = {}, {}
-        apart.names, apart.seen = dict(self.names), dict(self.seen)
+        apart.values, apart.names, apart.seen = {}, dict(self.names), dict(self.seen)
         apart.describe(item)
-        return _digest(apart.texts())
+        return digest_of(apart.texts())
 
     def code(self, value: Any) -> bytes:
         """Return the name of a class or a function, or the parts of a method, a partial etc."""
@@ -293,7 +196,7 @@ class _Description:
             is_content = isinstance(owner, (*PLAIN, *COLLECTIONS))
             return self.contents(name.encode(), [owner] if is_content else [])
         if isinstance(value, FunctionType):  # which a library may have made, around a user's
-            is_own = _is_users(value) or not _resolves(value.__module__, value.__qualname__, value)
+            is_own = _is_users(value) or not resolves(value.__module__, value.__qualname__, value)
         else:
             is_own = any(map(_is_users, value.__mro__))
         return (self.definition(value) if is_own else name).encode()
@@ -319,17 +222,16 @@ class _Description:
         is_function = isinstance(value, FunctionType)
         name = value.__code__.co_qualname if is_function else value.__qualname__
         name = name.replace("<locals>.", "")
-        while name in self.sources:
+        while name in (used for used, _ in self.names.values()):
             name += "_"
         self.names[id(value)] = name, value
-        self.sources[name] = _source(value)
         values = self.values[name] = {}
         outer, found = self.seen, _references(value) if is_function else _members(value)
         for key, used in sorted(found.items()):
             # Of what a library has under this very name, the source says which it is.
             if getattr(used, "__name__", None) != key or _is_users(used):
                 self.seen = {}  # so that one variable, such as a cache, does not change another
-                values[key] = self.content(used)
+                values[key] = self.value_of(name, key, used)
         self.seen = outer
         return name
 
@@ -353,6 +255,18 @@ def _framed(kind: bytes, contents: Iterable[bytes]) -> bytes:
     return kind + b"(" + b"".join(b"%d:%s" % (len(part), part) for part in contents) + b")"
 
 
+def digest_of(texts: Mapping[str, bytes]) -> str:
+    """Return the sha256 of texts and their names, in hexadecimal.
+
+    Args:
+        texts: the texts by name.
+    """
+    whole = hashlib.sha256()
+    for name, text in sorted(texts.items()):
+        whole.update(f"{name}\n{hashlib.sha256(text).hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
 def changed_value(value: Any, loaded: Any) -> tuple[str, str] | None:
     """Return the name of a variable that a class or a function has otherwise than its file.
 
@@ -365,7 +279,7 @@ def changed_value(value: Any, loaded: Any) -> tuple[str, str] | None:
         Generators of random numbers, and collections that are empty in the file, such as a cache,
         do not count.
     """
-    now = _Description(value, with_states=False).values
+    now = Description(value, with_states=False).values
     for user, values in sorted(_as_loaded(loaded).items()):
         for variable, content in values.items() if user in now else ():
             is_empty = content.endswith(b"()")
@@ -377,7 +291,7 @@ def changed_value(value: Any, loaded: Any) -> tuple[str, str] | None:
 @functools.lru_cache
 def _as_loaded(loaded: Any) -> Mapping[str, Mapping[str, bytes]]:
     """Return what an object of a file refers to before runs use it, which may fill a cache."""
-    return _Description(loaded, with_states=False).values
+    return Description(loaded, with_states=False).values
 
 
 def _is_array(value: Any) -> bool:
@@ -481,7 +395,7 @@ def _source_text(value: type | CodeType) -> bytes:
 
 def _code_text(code: CodeType) -> bytes:
     constants = [
-        _code_text(c) if isinstance(c, CodeType) else _Description(c).texts()[f"{THE_RUN}.txt"]
+        _code_text(c) if isinstance(c, CodeType) else Description(c).texts()[f"{THE_RUN}.txt"]
         for c in code.co_consts
     ]
     return _framed(f"{code.co_name} {code.co_code.hex()} {code.co_names}".encode(), constants)

@@ -1,0 +1,177 @@
+"""Nets and losses of a script that are given again, to the next run, to resume, to a new process."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+from support.programs import program
+
+import raysim
+from raysim.config.objects import python_objects
+from raysim.errors import ConfigError
+
+X = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+Y = np.arange(40) % 3
+
+Script = dict[str, Any]
+"""What a script has defined, by name."""
+
+
+@pytest.fixture
+def new_process(source, monkeypatch) -> Callable[..., Script]:
+    """Return a function that executes the script, edited, where no object is known yet."""
+
+    def execute(old: str = "", new: str = "") -> Script:
+        text = program("counting_script")
+        assert old in text
+        path = source(f"counting_script{len(new)}", text.replace(old, new))
+        monkeypatch.setattr(python_objects, "_OBJECTS", {})
+        script: Script = {"__name__": "__main__"}
+        exec(compile(Path(path).read_text(), path, "exec"), script)
+        return script
+
+    return execute
+
+
+@pytest.fixture
+def train(base, tmp_path) -> Callable[..., raysim.RunResult]:
+    """Return a function that trains a script's net with its loss, in a new folder."""
+
+    def run(script: Script, **keys: Any) -> raysim.RunResult:
+        config = {
+            **base, "data": (X[:30], Y[:30], X[30:], Y[30:]), "algorithm": "fedavg", "rounds": 1,
+            "partition": {"clients": 3}, "schedule": {"cohort": 2},
+            "run_dir": str(tmp_path / f"run{len(list(tmp_path.iterdir()))}"),
+            "model": script["Net"], "task": script["loss"],
+        }  # fmt: skip
+        return raysim.run(config, tracking=False, **keys)
+
+    return run
+
+
+def names(result: raysim.RunResult) -> tuple[str | None, str | None]:
+    return result.config.model.name, result.config.task and result.config.task.name
+
+
+def test_what_runs_have_counted_and_remembered_makes_no_other_object(new_process, train):
+    script = new_process()
+    first = train(script)
+    first.predict(X)
+    second = train(script, seed=1)
+    assert script["calls"] > 0 and script["Net"].passes > 0 and script["meter"] and script["known"]
+    assert names(first) == names(second)
+    resumed = raysim.resume(
+        second.run_dir, {"rounds": 2, "model": script["Net"], "task": script["loss"]}
+    )
+    again = new_process()
+    whole = train(again, seed=1, rounds=2)
+    assert names(whole) == names(first) and whole.digest == resumed.digest
+    raysim.resume(whole.run_dir, {"rounds": 3, "model": again["Net"], "task": again["loss"]})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda script: script.update(ALPHA=0.5),
+        lambda script: script.update(calls=-1),
+        lambda script: script["known"].update({7: 1.0}),
+        lambda script: setattr(script["Net"], "passes", -1),
+        lambda script: setattr(script["Net"], "width", 9),
+    ],
+)
+def test_what_the_script_itself_has_set_after_a_run_does(change, new_process, train):
+    script = new_process()
+    first = train(script)
+    change(script)
+    changed = train(script)
+    assert names(first) != names(changed) == names(train(script))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("ALPHA = 1.0", "ALPHA = 2.0", "'scale' uses another value of ALPHA"),
+        ("known = {}", "known = {1: 1.0}", "'loss' uses another value of known"),
+        ("count = [0]", "count = [9]", "'counted.inner' uses another value of count"),
+        ("passes = 0", "passes = 5", "'Net' uses another value of passes"),
+        ("ALPHA / n", "ALPHA / n / n", "the source of 'scale' is another one"),
+        ("return self", "return 2 * self", "the source of 'Net.forward' is another one"),
+    ],
+)
+def test_a_refusal_names_what_is_not_as_it_was(old, new, message, new_process, train):
+    run_dir = train(new_process()).run_dir
+    script = new_process(old, new)
+    given = {"model": script["Net"], "task": script["loss"]}
+    for again in (lambda: raysim.resume(run_dir, {"rounds": 2, **given}),
+                  lambda: raysim.fork(run_dir, {"rounds": 2, **given}),
+                  lambda: raysim.load(run_dir, **given).net()):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"{message}; give it as it was"):
+            again()
+
+
+def test_other_weights_of_a_net_are_named(new_process, train):
+    script = new_process()
+    kind, script["Net"] = script["Net"], script["Net"]()
+    run_dir = train(script).run_dir
+    new_process()
+    with pytest.raises(ConfigError, match="its weights, attributes or arguments are others"):
+        raysim.load(run_dir, model=kind(), task=script["loss"]).net()
+
+
+PARTS = """
+import functools
+
+@functools.lru_cache(maxsize=3)
+def cached(x):
+    return x + 1
+
+@functools.singledispatch
+def dispatched(x):
+    return x
+
+@dispatched.register
+def _(x: int):
+    return x + 1
+
+class Made:
+    @functools.cached_property
+    def later(self):
+        return 1
+
+    @staticmethod
+    @functools.cache
+    def always():
+        return 1
+
+def made():
+    return cached(0) + dispatched(0) + Made().later + Made.always()
+"""
+
+
+def test_what_remembers_results_reaches_a_process_with_another_main():
+    script: Script = {"__name__": "__main__"}
+    exec(PARTS, script)
+    assert script["made"]() == 4
+    sent = cloudpickle.dumps(script["made"])
+    load = "import sys, cloudpickle; print(cloudpickle.load(sys.stdin.buffer)())"
+    process = [sys.executable, "-c", load]
+    assert subprocess.run(process, input=sent, capture_output=True, check=True).stdout == b"4\n"
+
+
+def test_the_cache_of_an_imported_function_keeps_its_name():
+    loaded = cloudpickle.loads(cloudpickle.dumps(remembered))
+    assert loaded is remembered
+
+
+@functools.cache
+def remembered() -> int:
+    """Return a number."""
+    return 1

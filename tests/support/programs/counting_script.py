@@ -1,0 +1,60 @@
+"""A script whose net and loss count their calls and remember results."""
+
+import functools
+
+import torch.nn.functional as F
+from torch import nn
+
+ALPHA = 1.0
+calls = 0
+known = {}
+meter = None
+
+
+class Meter:
+    """What the first call creates."""
+
+    n = 0
+
+
+def counted(function):
+    """Count the calls of a function."""
+    count = [0]
+
+    @functools.wraps(function)
+    def inner(*args):
+        count[0] += 1
+        return function(*args)
+
+    return inner
+
+
+@functools.cache
+def scale(n):
+    """Return a number that is computed once."""
+    return ALPHA / n
+
+
+class Net(nn.Module):
+    """A linear net that counts."""
+
+    passes = 0
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        Net.passes += 1
+        return self.linear(x)
+
+
+@counted
+def loss(outputs, y, memory={}):  # it is the point
+    """Return a multiple of the cross-entropy."""
+    global calls, meter
+    calls += 1
+    meter = meter or Meter()
+    meter.n = calls
+    known[len(y)] = memory[len(y)] = scale(1)
+    return known[len(y)] * F.cross_entropy(outputs, y)
