@@ -125,7 +125,7 @@ def _list_trials(planned: Sweep, ledger: NoLedger, console: Terminal) -> None:
 
     A trial that is left alone shows all keys that the file varies.
     """
-    from raysim.reports.grouping import full_name
+    from raysim.reports.selecting import full_name
     from raysim.sweeps.search_space import shown
 
     keys = list(planned.axes or planned.trials[0].values)

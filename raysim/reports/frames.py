@@ -22,8 +22,8 @@ from raysim.errors import ConfigError
 from raysim.reports.claims import claim_section
 from raysim.reports.report_kinds import PLOTTED_KINDS, Report, claims_report
 from raysim.reports.runs import RunSource
-from raysim.reports.table_columns import ResultsTable
 from raysim.reports.table_report import KeyNames, split_keys, table_report
+from raysim.reports.tables.results_table import ResultsTable
 from raysim.spelling import did_you_mean
 
 logger = logging.getLogger("raysim")

@@ -22,7 +22,6 @@ from raysim.reports.claims import claim_section, verdicts
 from raysim.reports.grouping import apart, label
 from raysim.reports.published import PublishedResult, read_published
 from raysim.reports.runs import RunSource
-from raysim.reports.table_columns import with_numbers
 from raysim.reports.table_report import (
     KeyNames,
     Say,
@@ -32,6 +31,7 @@ from raysim.reports.table_report import (
     split_keys,
 )
 from raysim.reports.table_row import differs
+from raysim.reports.tables.results_table import with_numbers
 from raysim.reports.tracked import Statistic, TrackedRun
 from raysim.reports.value_names import Names, names_given
 

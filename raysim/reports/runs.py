@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from raysim.errors import ConfigError
-from raysim.reports.grouping import with_values
 from raysim.reports.ledger_runs import finished_rows
+from raysim.reports.selecting import with_values
 from raysim.reports.tracked import CostUnit, FinishedRun, TrackedRun, counted, with_histories
 from raysim.spelling import did_you_mean
 from raysim.tracking.abandoned import finish_abandoned
@@ -46,7 +46,7 @@ class RunSource:
     """Ledgers to read in place of MLflow."""
 
     where: Sequence[str] = ()
-    """KEY=VALUE texts: only runs with these values are reported; see `grouping.with_values`."""
+    """KEY=VALUE texts: only runs with these values are reported; see `selecting.with_values`."""
 
     def __post_init__(self) -> None:
         """Check that the source is one or the other."""

@@ -11,10 +11,11 @@ from typing import get_args
 from raysim.errors import ConfigError
 from raysim.reports import published
 from raysim.reports.analysis import aggregate, comparisons, targets
-from raysim.reports.grouping import group_keys, resolved
+from raysim.reports.grouping import group_keys
 from raysim.reports.runs import RunSource
-from raysim.reports.table_columns import CrossTable, ResultsTable
+from raysim.reports.selecting import resolved
 from raysim.reports.table_row import TableRow
+from raysim.reports.tables.results_table import CrossTable, ResultsTable
 from raysim.reports.tracked import (
     STATISTICS,
     CostUnit,

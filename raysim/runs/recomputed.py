@@ -19,7 +19,7 @@ from raysim.ledger.kept import kept_config
 from raysim.ledger.ledger_row import Row
 from raysim.prepare import file_digests
 from raysim.prepare.resolve import prepare
-from raysim.reports import grouping
+from raysim.reports import selecting
 from raysim.runs.run import execute
 from raysim.system.cpu_kind import cpu_kind, may_be_this_kind
 from raysim.tracking.recorder import Recorder, differing, flatten_parameters
@@ -76,12 +76,12 @@ def having(rows: Sequence[Row], where: Sequence[str]) -> list[Row]:
 
     Args:
         rows: rows of any ledgers.
-        where: KEY=VALUE texts, as for `grouping.with_values`.
+        where: KEY=VALUE texts, as for `selecting.with_values`.
 
     Raises:
         ConfigError: a text is not KEY=VALUE, or no row has the key or all the values.
     """
-    return grouping.with_values(rows, where, "row", lambda row: flatten_parameters(row.config))
+    return selecting.with_values(rows, where, "row", lambda row: flatten_parameters(row.config))
 
 
 def why_other_identity(row: Row) -> str:

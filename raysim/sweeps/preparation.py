@@ -25,7 +25,7 @@ from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import comparing_once
 from raysim.prepare import resolve
 from raysim.prepare.checks.logged_metrics import check_metric
-from raysim.reports import grouping
+from raysim.reports import selecting
 from raysim.reports.claims.claim_section import Claim, check_sides, read_claims
 from raysim.rules.methods import registry
 from raysim.sweeps import reading, search_space
@@ -94,7 +94,7 @@ def prepare_sweep(
         _check_claims(read_claims(source), list(by_key.values()))
     if where:
         trials_by_key = list(by_key.items())
-        by_key = dict(grouping.with_values(trials_by_key, where, "trial", lambda t: t[1].params))
+        by_key = dict(selecting.with_values(trials_by_key, where, "trial", lambda t: t[1].params))
         axes = search_space.varied_values([trial.values for trial in by_key.values()])
     trials = list(by_key.values())
     settings = _with_stopping_metric(spec.settings, [trial.config for trial in trials])
@@ -153,7 +153,7 @@ def _points_with_values(spec: SweepSpec, where: Sequence[str]) -> list[dict[str,
     early = [text for text in where if _is_known_early(params, text.partition("=")[0])]
     try:
         points = list(zip(spec.points, params, strict=True))
-        kept = grouping.with_values(points, early, "trial", itemgetter(1))
+        kept = selecting.with_values(points, early, "trial", itemgetter(1))
         return [point for point, _ in kept]
     except ConfigError:  # which names the values of all trials if they are resolved
         return spec.points
@@ -161,7 +161,7 @@ def _points_with_values(spec: SweepSpec, where: Sequence[str]) -> list[dict[str,
 
 def _is_known_early(params: Sequence[Mapping[str, str]], key: str) -> bool:
     """Return whether a key of `where` has its value before trials are resolved."""
-    name = grouping.full_name(key, set().union(*params))
+    name = selecting.full_name(key, set().union(*params))
     if name is None or HYPERPARAMETER.match(name):
         return False
     return all(entry.get(name) not in ("null", "auto") for entry in params)

@@ -20,8 +20,8 @@ import pandas as pd
 from raysim.metrics import lower_is_better
 from raysim.reports.analysis import aggregate, plots
 from raysim.reports.analysis.curves import curves, grid
-from raysim.reports.table_columns import ResultsTable
 from raysim.reports.table_row import TableRow, short, sort_key
+from raysim.reports.tables.results_table import ResultsTable
 from raysim.reports.tracked import TrackedRun, default_metric
 from raysim.runs.artifacts.description import commands, table
 from raysim.runs.provenance import command_line

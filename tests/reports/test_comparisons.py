@@ -13,7 +13,7 @@ from raysim.errors import ConfigError
 from raysim.reports.analysis import aggregate
 from raysim.reports.analysis.comparisons import compared, paired_difference
 from raysim.reports.published import PublishedResult
-from raysim.reports.table_columns import ResultsTable
+from raysim.reports.tables.results_table import ResultsTable
 from raysim.reports.tracked import TrackedRun
 
 T_975 = {2: 12.7062, 3: 4.30265, 5: 2.77645}

@@ -19,13 +19,13 @@ from support.command_line import CommandResult, assert_refused
 import raysim
 from raysim.config.sections.storage import Tracking
 from raysim.errors import ConfigError, RaysimError
-from raysim.reports import grouping, table_report, value_names
+from raysim.reports import grouping, selecting, table_report, value_names
 from raysim.reports.analysis import aggregate, comparisons, targets
 from raysim.reports.analysis.curves import curves
 from raysim.reports.analysis.targets import share_of
 from raysim.reports.runs import RunSource
-from raysim.reports.table_columns import ResultsTable
 from raysim.reports.table_row import Figure
+from raysim.reports.tables.results_table import ResultsTable
 from raysim.reports.tracked import STATISTICS, TrackedRun
 from raysim.rules import contract
 from raysim.rules.methods import registry
@@ -851,9 +851,9 @@ def test_the_best_rows_are_those_of_the_metric_that_chooses():
 
 def test_step_sizes_are_found_beside_runs_with_a_schedule():
     known = {"local.lr", "local.lr.name", "algorithm", "algorithm.name"}
-    assert grouping.full_name("local.lr", known) == "local.lr"
-    assert grouping.full_name("local.lr", known - {"local.lr"}) == "local.lr.name"
-    assert grouping.full_name("algorithm", known) == "algorithm.name"
+    assert selecting.full_name("local.lr", known) == "local.lr"
+    assert selecting.full_name("local.lr", known - {"local.lr"}) == "local.lr.name"
+    assert selecting.full_name("algorithm", known) == "algorithm.name"
 
 
 def test_a_reference_is_chosen_by_the_metric_that_chooses():

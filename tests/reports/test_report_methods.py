@@ -21,7 +21,7 @@ from raysim.config.loading import read_config, shipped
 from raysim.errors import ConfigError
 from raysim.metrics.table import Metric
 from raysim.prepare.resolve import keys
-from raysim.reports import grouping, ledger_runs, published, report_kinds
+from raysim.reports import grouping, ledger_runs, published, report_kinds, selecting
 from raysim.reports import runs as report_sources
 from raysim.reports.analysis import aggregate, plots, sensitivity
 from raysim.reports.analysis.aggregate import rows
@@ -30,9 +30,9 @@ from raysim.reports.analysis.targets import share_of
 from raysim.reports.claims import claim_section, verdicts
 from raysim.reports.grouping import apart
 from raysim.reports.runs import RunSource
-from raysim.reports.table_columns import CrossTable, ResultsTable
 from raysim.reports.table_report import table_report
 from raysim.reports.table_row import Figure, Rank
+from raysim.reports.tables.results_table import CrossTable, ResultsTable
 from raysim.reports.tracked import FinishedRun, TrackedRun, with_histories
 from raysim.rules import contract
 from raysim.rules.methods import registry
@@ -75,10 +75,10 @@ def test_sides_are_those_of_luo_2023_but_for_scaffold():
     client = ["fedavg", "fedprox", "fedmlb", "moon", "gradma_w"]
     server = ["fedavgm", "mifa", "mifam", "gradma_s"]
     both = ["fedproxm", "fedmlbm", "moonm", "feddyn", "mimelite", "gradma", "scaffold"]
-    for side, names in zip(grouping.SIDES, (client, server, both), strict=True):
+    for side, names in zip(selecting.SIDES, (client, server, both), strict=True):
         for name in names:
             pair = contract.ALGORITHMS[name]
-            assert grouping.side(pair.client.name, pair.server.name) == side, name
+            assert selecting.side(pair.client.name, pair.server.name) == side, name
 
 
 def test_rows_by_side():

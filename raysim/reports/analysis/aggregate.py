@@ -14,15 +14,8 @@ import pandas as pd
 from raysim.errors import ConfigError
 from raysim.metrics import accumulates, lower_is_better
 from raysim.reports import published
-from raysim.reports.grouping import (
-    PARTITION_SEED,
-    group_keys,
-    grouped,
-    resolved,
-    split_scenario,
-    value_of,
-    varied,
-)
+from raysim.reports.grouping import group_keys, grouped, split_scenario, varied
+from raysim.reports.selecting import PARTITION_SEED, resolved, value_of
 from raysim.reports.table_row import Figure, MeanStd, Rank, TableRow, sort_key, value_key
 from raysim.reports.tracked import Statistic, TrackedRun
 

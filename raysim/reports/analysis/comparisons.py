@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from raysim.errors import ConfigError
 from raysim.reports.analysis.aggregate import choice_key
-from raysim.reports.grouping import reference_runs, replicate, split_scenario
+from raysim.reports.grouping import split_scenario
+from raysim.reports.selecting import reference_runs, replicate
 from raysim.reports.table_row import PairedDifference, TableRow
 from raysim.reports.tracked import TrackedRun
 

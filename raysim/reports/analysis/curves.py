@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from raysim.errors import ConfigError
 from raysim.reports.analysis.aggregate import add_published, rows
 from raysim.reports.analysis.targets import refuse_unreachable
-from raysim.reports.grouping import apart, group_keys, grouped, label, order_of_values, resolved
+from raysim.reports.grouping import apart, group_keys, grouped, label, order_of_values
 from raysim.reports.published import PublishedResult
+from raysim.reports.selecting import resolved
 from raysim.reports.table_row import MeanStd, place_of_row
 from raysim.reports.tracked import Statistic, TrackedRun
 

@@ -21,8 +21,8 @@ from matplotlib.ticker import MaxNLocator
 
 from raysim.by_key import by_key
 from raysim.metrics import is_share
-from raysim.reports.table_columns import MISSING_TEXT
 from raysim.reports.table_row import Figure
+from raysim.reports.tables.cell_texts import MISSING_TEXT
 from raysim.reports.value_names import NO_NAMES, Names, named
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from raysim.metrics import is_share
 from raysim.reports.analysis.aggregate import result_of_run
 from raysim.reports.analysis.plots import Cloud
 from raysim.reports.grouping import group_keys, grouped
-from raysim.reports.table_columns import as_markdown
 from raysim.reports.table_row import short
+from raysim.reports.tables.results_table import as_markdown
 from raysim.reports.tracked import Statistic, TrackedRun
 
 MAX_UNGROUPED_VALUES = 5

@@ -8,7 +8,8 @@ from raysim.by_key import by_key
 from raysim.errors import ConfigError
 from raysim.metrics import is_share
 from raysim.reports.analysis.aggregate import Goal, choice_key, rows
-from raysim.reports.grouping import SCENARIO_KEY_PREFIXES, reference_runs, varied
+from raysim.reports.grouping import SCENARIO_KEY_PREFIXES, varied
+from raysim.reports.selecting import reference_runs
 from raysim.reports.tracked import TrackedRun
 
 

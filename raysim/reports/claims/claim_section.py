@@ -25,7 +25,7 @@ from raysim.config.explain import checked_section, explain_validation_error
 from raysim.config.sections.base import Section
 from raysim.config.sections.storage import Tracking
 from raysim.errors import ConfigError
-from raysim.reports import grouping
+from raysim.reports import selecting
 from raysim.reports.analysis.targets import why_unreachable
 from raysim.reports.runs import RunSource
 from raysim.spelling import did_you_mean
@@ -187,10 +187,10 @@ def check_sides(claims: Sequence[Claim], parameters: Sequence[Mapping[str, str]]
         for name, side in ({"left": claim.left} | right).items():
             place = f"claims.{i}.{name}.where"
             for key, wanted in side.where.items():
-                (full,) = grouping.resolved(runs, [key], place)
-                known = {grouping.value_of(run.params, full) or "" for run in runs}
+                (full,) = selecting.resolved(runs, [key], place)
+                known = {selecting.value_of(run.params, full) or "" for run in runs}
                 for value in wanted:
-                    if not grouping.having(runs, {key: [value]}, place):
+                    if not selecting.having(runs, {key: [value]}, place):
                         hint = did_you_mean(value, known)
                         missing.append(f"{place}: no run of this sweep has {key}={value}{hint}")
     return list(dict.fromkeys(missing))

@@ -19,13 +19,14 @@ import pandas as pd
 from raysim.by_key import by_key
 from raysim.errors import ConfigError
 from raysim.metrics import is_share
-from raysim.reports import grouping
+from raysim.reports import grouping, selecting
 from raysim.reports.analysis.aggregate import direction, result_of_run
 from raysim.reports.analysis.comparisons import paired_difference
 from raysim.reports.claims.claim_section import Claim, ClaimSide, RoundsTo
 from raysim.reports.published import same_value
-from raysim.reports.table_columns import MISSING_TEXT, as_markdown, difference_text, number, rounded
 from raysim.reports.table_row import MeanStd
+from raysim.reports.tables.cell_texts import MISSING_TEXT, difference_text, number, rounded
+from raysim.reports.tables.results_table import as_markdown
 from raysim.reports.tracked import MetricMissing, TrackedRun
 
 MARGIN_ROUNDING = 1e-9
@@ -89,10 +90,10 @@ def _lines(claim: Claim, runs_of: RunsOf, place: str) -> list[ClaimResult]:
         except MetricMissing as error:
             raise ConfigError(f"{place}.{name}.metric: {error}") from None
         pool += runs
-        runs_of_sides.append(grouping.having(runs, side.where, f"{place}.{name}.where"))
+        runs_of_sides.append(selecting.having(runs, side.where, f"{place}.{name}.where"))
     left = runs_of_sides[0]
     right = runs_of_sides[-1]  # a number is compared with the runs of the left side alone
-    keys = grouping.resolved(pool, claim.each, f"{place}.each")
+    keys = selecting.resolved(pool, claim.each, f"{place}.each")
     right_keys = _keys_of_right_side(claim, pool, right, keys, place)
     compared = [*left, *right] if right_keys == keys else left
     if not keys or not compared:
@@ -116,10 +117,10 @@ def _keys_of_right_side(
     A right side that sets a value of its own, or has no such parameter, is the same in every line.
     """
     own = [key for key, values in claim.right.where.items() if claim.left.where.get(key) != values]
-    own_keys = grouping.resolved(pool, own, f"{place}.right.where")
+    own_keys = selecting.resolved(pool, own, f"{place}.right.where")
     right_keys = []
     for key in keys:
-        has_key = any(grouping.value_of(run.params, key) for run in right)
+        has_key = any(selecting.value_of(run.params, key) for run in right)
         if has_key and key not in own_keys:
             right_keys.append(key)
     return right_keys
@@ -136,7 +137,7 @@ def _values_of_lines(
     known = [named for named, _ in grouping.divided(compared, keys)]
     if any(len(named) < len(keys) for named in known):
         return known
-    full_names = grouping.resolved(pool, claim.left.where, "where")
+    full_names = selecting.resolved(pool, claim.left.where, "where")
     listed: dict[str, Sequence[str]] = {}
     for key, values in zip(full_names, claim.left.where.values(), strict=True):
         if key in keys and len(values) > 1:
@@ -161,7 +162,7 @@ def _runs_with(
     """Return the runs with the values of a line."""
     kept = list(runs)
     for key in keys:
-        kept = [run for run in kept if grouping.value_of(run.params, key) == named.get(key)]
+        kept = [run for run in kept if selecting.value_of(run.params, key) == named.get(key)]
     return kept
 
 
@@ -252,7 +253,7 @@ def _missing_runs(
 
 def _methods(runs: Sequence[TrackedRun]) -> list[tuple[dict[str, str], list[TrackedRun]]]:
     """Return the runs in groups that differ only in their seeds, that of the partition included."""
-    keys = [key for key in grouping.varied(runs) if key != grouping.PARTITION_SEED]
+    keys = [key for key in grouping.varied(runs) if key != selecting.PARTITION_SEED]
     return grouping.divided(runs, keys)
 
 
@@ -306,7 +307,7 @@ def _holds(claim: Claim, apart: Span) -> bool | None:
 
 
 def _seed(run: TrackedRun) -> str:
-    return grouping.replicate(run.params)
+    return selecting.replicate(run.params)
 
 
 def _is_percent(side: ClaimSide) -> bool:

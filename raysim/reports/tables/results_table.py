@@ -16,36 +16,26 @@ from raysim.reports.grouping import order_of_values, split_scenario
 from raysim.reports.published import PublishedResult
 from raysim.reports.table_row import (
     Figure,
-    MeanStd,
-    PairedDifference,
     Rank,
     TableRow,
-    differs,
     place_of_row,
     short,
     value_key,
 )
+from raysim.reports.tables.cell_texts import (
+    MISSING_TEXT,
+    aim,
+    arrival,
+    cell_of,
+    cost_text,
+    difference_text,
+    in_latex,
+    mean_text,
+    number,
+    published_rounds,
+)
 from raysim.reports.tracked import CostUnit, TrackedRun
 from raysim.reports.value_names import Names, named
-
-MISSING_TEXT = "–"
-"""Text of a cell without a value."""
-
-NEAR, FAR = "✓", "✗"
-"""Marks of a published figure: whether the result lies within two of its deviations."""
-
-LATEX_TEXTS = {
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "\\": r"\textbackslash{}",
-    "±": r"$\pm$",
-    MISSING_TEXT: "--",
-    "✓": r"$\checkmark$",
-    "✗": r"$\times$",
-}
-"""LaTeX of the characters that have a meaning there, or that it lacks."""
-
 
 Columns = dict[str, list[str]]
 """Text of every row, by the header of its column."""
@@ -107,8 +97,8 @@ class ResultsTable:
         The best mean of each column of results is bold: that of each scenario, if one has several
         rows.
         """
-        names = {_in_latex(text): name for text, name in self.names.items()}
-        shown = self._named(self._texts().map(_in_latex).rename(columns=_in_latex), names)
+        names = {in_latex(text): name for text, name in self.names.items()}
+        shown = self._named(self._texts().map(in_latex).rename(columns=in_latex), names)
         for i, column in self._best_cells():
             shown.iat[i, column] = rf"\textbf{{{shown.iat[i, column]}}}"
         alignment = ("l" * len(self._parameters())).ljust(shown.shape[1], "r")
@@ -220,7 +210,7 @@ class ResultsTable:
         for figure in others:
             columns |= _values(table, figure)
         chosen = [row.chosen_round for row in table]
-        columns |= _filled({"chosen round": _texts(chosen, _cost_text)})
+        columns |= _filled({"chosen round": _texts(chosen, cost_text)})
         columns |= _costs_of_target(table, self.cost_unit, first)
         columns |= _ranks([row.rank for row in table if row.rank])
         columns["rounds done"] = ["–".join(map(str, dict.fromkeys(row.rounds))) for row in table]
@@ -281,7 +271,7 @@ class CrossTable(ResultsTable):
         most = max(row.seeds for row in self.rows)
         texts = []
         for row in self.rows:
-            text = _cell(row)
+            text = cell_of(row)
             if row.seeds != most:
                 text += f", {_counted(self.rows, row.seeds)}"
             texts.append(text)
@@ -310,23 +300,6 @@ class CrossTable(ResultsTable):
         return [ordered.index(place) for place in places]
 
 
-def _cell(row: TableRow) -> str:
-    """Return the result of a row as text, with the published one and whether it is near.
-
-    The other statistics follow where they differ. Only finished runs come into such tables, so that
-    all rows have results.
-    """
-    percent, printed = row.figure.percent, row.printed
-    text = _mean_text(row.result, percent)
-    if printed is not None and printed.best is not None:
-        mark = "" if row.difference is None else f" {NEAR if row.is_near else FAR}"
-        text += f" ({number(printed.best, printed.std, percent)}{mark})"
-    for figure, value in row.values.items():
-        if differs(row.result, value):
-            text += f", {figure.statistic} {_mean_text(value, percent)}"
-    return text
-
-
 def as_markdown(texts: pd.DataFrame) -> str:
     """Return a data frame of texts as a Markdown table.
 
@@ -352,11 +325,6 @@ def with_numbers(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
         except (ValueError, TypeError):
             continue
     return frame
-
-
-def _in_latex(text: str) -> str:
-    """Return a text as LaTeX."""
-    return text.translate(str.maketrans(LATEX_TEXTS))
 
 
 def _texts(things: Iterable[T | None], text: Callable[[T], str]) -> list[str]:
@@ -394,7 +362,7 @@ def _headers(table: Sequence[TableRow]) -> dict[str, str]:
 def _values(table: Sequence[TableRow], figure: Figure) -> Columns:
     """Return a column of results."""
     header = figure.header(_alone(table))
-    return {header: [_mean_text(row.values[figure], figure.percent) for row in table]}
+    return {header: [mean_text(row.values[figure], figure.percent) for row in table]}
 
 
 def _published_best_values(table: Sequence[TableRow], figure: Figure) -> Columns:
@@ -427,7 +395,7 @@ def _costs_of_target(table: Sequence[TableRow], cost_unit: CostUnit, figure: Fig
     Targets have a column of their own if they differ.
     """
     targets = {row.target for row in table if row.target is not None}
-    aim = _aim(targets, figure.percent)
+    goal = aim(targets, figure.percent)
     columns: Columns = {}
     if len(targets) > 1:
         columns[f"target{figure.unit}"] = [
@@ -435,39 +403,12 @@ def _costs_of_target(table: Sequence[TableRow], cost_unit: CostUnit, figure: Fig
         ]
     if targets:
         unit = "MB" if cost_unit == "bytes" else cost_unit
-        columns[f"{unit} to {aim}"] = [_arrival(row, cost_unit) for row in table]
+        columns[f"{unit} to {goal}"] = [arrival(row, cost_unit) for row in table]
     # Papers publish rounds, which no other unit can be compared with.
     if cost_unit == "rounds":
         published = [getattr(row.printed, "rounds", None) for row in table]
-        columns |= _filled({f"paper: rounds to {aim}": _texts(published, _published_rounds)})
+        columns |= _filled({f"paper: rounds to {goal}": _texts(published, published_rounds)})
     return columns
-
-
-def _aim(targets: Collection[float], percent: bool) -> str:
-    """Return the common target as text, or "target" if rows have none or different ones."""
-    if len(targets) != 1:
-        return "target"
-    (common,) = targets
-    return f"{100 * common:.4g} %" if percent else f"{common:.4g}"
-
-
-def _arrival(row: TableRow, cost_unit: CostUnit) -> str:
-    """Return the mean cost of reaching the target, with its deviation over the runs that do.
-
-    Unless all runs do, their number follows.
-    """
-    cost = row.to_target
-    if cost is None:
-        return MISSING_TEXT
-    if cost_unit == "bytes":
-        cost = MeanStd(cost.mean / 1e6, cost.std and cost.std / 1e6, cost.n)
-    missed = f" ({cost.n}/{row.seeds})" if cost.n < row.seeds else ""
-    return _cost_text(cost) + missed
-
-
-def _published_rounds(rounds: float) -> str:
-    """Return the published rounds to the target as text."""
-    return "never" if rounds == float("inf") else f"{rounds:g}"
 
 
 def _ranks(ranks: Sequence[Rank]) -> Columns:
@@ -503,61 +444,6 @@ def _best_rows(table: Sequence[TableRow], figure: Figure, units: Sequence[Hashab
             best_key, _ = min(rivals)
             best += [i for key, i in rivals if key == best_key]
     return best
-
-
-def number(mean: float | None, std: float | None, percent: bool) -> str:
-    """Return a mean, with its standard deviation if there is one, as text.
-
-    Args:
-        mean: Mean, or None for a missing value.
-        std: Standard deviation; None: it is left out.
-        percent: True to multiply both by 100.
-    """
-    if mean is None:
-        return MISSING_TEXT
-    scale, form = (100, ".2f") if percent else (1, ".4g")
-    text = f"{mean * scale:{form}}"
-    return text if std is None else f"{text} ± {std * scale:{form}}"
-
-
-def _mean_text(value: MeanStd | None, percent: bool) -> str:
-    """Return a mean with its deviation as text."""
-    return MISSING_TEXT if value is None else number(value.mean, value.std, percent)
-
-
-def rounded(mean: float, std: float | None) -> str:
-    """Return a mean cost, with its deviation if there is one: to one decimal place from 1 on.
-
-    Args:
-        mean: Mean.
-        std: Standard deviation; None: it is left out.
-    """
-    form = ".1f" if mean >= 1 else ".3g"
-    if std is not None:
-        return f"{mean:{form}} ± {std:{form}}"
-    return f"{mean:.0f}" if mean == int(mean) else f"{mean:{form}}"
-
-
-def _cost_text(cost: MeanStd) -> str:
-    """Return a cost as text."""
-    return rounded(cost.mean, cost.std)
-
-
-def difference_text(difference: PairedDifference | None, percent: bool) -> str:
-    """Return a paired difference with its interval and p-value as text.
-
-    Args:
-        difference: Difference, or None for a missing one.
-        percent: True to multiply it by 100.
-    """
-    if difference is None:
-        return MISSING_TEXT
-    scale, form = (100, "+.2f") if percent else (1, "+.4g")
-    text = f"{difference.mean * scale:{form}}"
-    if difference.low is None or difference.high is None:
-        return f"{text} ({'one seed' if difference.n == 1 else 'on each seed'})"
-    ends = f"{difference.low * scale:{form}}, {difference.high * scale:{form}}"
-    return f"{text} [{ends}], p {difference.p_value:.2g}"
 
 
 def _attributes(things: Sequence[object], path: str) -> pd.Series:

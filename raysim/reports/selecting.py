@@ -1,0 +1,225 @@
+"""Selection of runs by values of their parameters, as users name them.
+
+`algorithm` is short for `algorithm.name`, and `side` is derived from the rules of a method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from raysim.config.schema import FEDAVG
+from raysim.errors import ConfigError
+from raysim.reports.published import same_value
+from raysim.reports.table_row import short
+from raysim.reports.tracked import TrackedRun
+from raysim.spelling import did_you_mean
+
+T = TypeVar("T")
+
+SIDE_COLUMN = "side"
+"""Derived parameter: the side on which a method differs from FedAvg. Shown only on request."""
+
+SIDES = ("client side", "server side", "both sides")
+"""Values of `side`, in the order of reports."""
+
+
+def resolved(runs: Sequence[TrackedRun], keys: Iterable[str], option: str) -> list[str]:
+    """Return the full names of parameters.
+
+    `algorithm` stands for `algorithm.name`, and `algorithm.beta1` for the key of its rule. A
+    parameter that only other runs of the same source have is a known one too.
+
+    Args:
+        runs: Runs whose parameters are searched.
+        keys: Names as the user wrote them.
+        option: Option or key that names the parameters, for errors.
+
+    Raises:
+        ConfigError: No run has a parameter.
+    """
+    known: set[str] = set()
+    for run in runs:
+        known.update(run.params, run.known)
+    full_names = []
+    for key in keys:
+        full = full_name(key, {*known, SIDE_COLUMN})
+        if full is None:
+            hint = did_you_mean(key, map(short, known))
+            raise ConfigError(f"{option}: no run has a parameter '{key}'{hint}")
+        full_names.append(full)
+    return full_names
+
+
+_ABSENT = "null"
+"""Value by which `--where` finds runs that lack a parameter."""
+
+PARTITION_SEED = "partition.seed"
+"""Seed of the partition alone; null: that of the run."""
+
+
+def replicate(params: Mapping[str, str]) -> str:
+    """Return which repetition of an experiment a run is: its seed, after that of its partition.
+
+    Args:
+        params: Parameters of the run.
+    """
+    seed, partition = params.get("seed", "0"), params.get(PARTITION_SEED, "null")
+    return seed if partition == "null" else f"{partition}/{seed}"
+
+
+def value_of(params: Mapping[str, str], key: str) -> str | None:
+    """Return the value of a parameter, which may be the derived parameter `side`.
+
+    Args:
+        params: Parameters of a run.
+        key: Full name of a parameter, or `side`.
+
+    Returns:
+        The value as text; None if the run has no such parameter.
+    """
+    if key != SIDE_COLUMN:
+        return params.get(key)
+    client, server = params.get("client.name"), params.get("server.name")
+    return side(client, server) if client and server else None
+
+
+def side(client: str, server: str) -> str:
+    """Return the side on which a method differs from FedAvg, one of `SIDES`.
+
+    FedAvg itself counts as client side, as in the tables of Luo 2023.
+
+    Args:
+        client: Name of the client rule.
+        server: Name of the server rule.
+    """
+    if server == FEDAVG:
+        return SIDES[0]
+    return SIDES[1] if client == FEDAVG else SIDES[2]
+
+
+def having(
+    runs: Sequence[TrackedRun], where: Mapping[str, Sequence[str]], option: str
+) -> list[TrackedRun]:
+    """Return the runs in which every parameter has one of the allowed values.
+
+    Args:
+        runs: Runs to select from.
+        where: Allowed values by parameter. Numbers are compared as numbers, 0..4 is any of a range,
+            and a run without the parameter has the value null.
+        option: Option or key that names the parameters, for errors.
+
+    Raises:
+        ConfigError: No run has a parameter.
+    """
+    kept = list(runs)
+    for key, allowed in zip(resolved(runs, where, option), where.values(), strict=True):
+        kept = [run for run in kept if _is_any(value_of(run.params, key) or _ABSENT, allowed)]
+    return kept
+
+
+def reference_runs(runs: Sequence[TrackedRun], reference: str, option: str) -> list[TrackedRun]:
+    """Return the runs with the parameter of a reference.
+
+    Args:
+        runs: Runs to select from.
+        reference: Parameter as KEY=VALUE.
+        option: Option that names the reference, for errors.
+
+    Raises:
+        ConfigError: `reference` is not KEY=VALUE, or no run has this parameter and value.
+    """
+    key, equals, value = reference.partition("=")
+    if not equals:
+        raise ConfigError(
+            f"{option}: '{reference}' is not KEY=VALUE; write, for example, algorithm=fedavg"
+        )
+    chosen = having(runs, {key: [value]}, option)
+    if not chosen:
+        (name,) = resolved(runs, [key], option)
+        known = sorted(filter(None, {value_of(run.params, name) for run in runs}))
+        raise ConfigError(f"{option}: no run has {reference}{did_you_mean(value, known)}")
+    return chosen
+
+
+def with_values(
+    things: Sequence[T], where: Sequence[str], noun: str, params: Callable[[T], Mapping[str, str]]
+) -> list[T]:
+    """Return the rows, runs or trials whose parameters have given values.
+
+    Args:
+        things: What has the parameters.
+        where: KEY=VALUE texts; KEY=VALUE,VALUE are any of several, KEY=0..4 any of a range. Names
+            are those of `resolved`, and numbers are compared as numbers. A run without the key
+            has the value null.
+        noun: Word for one of them in errors: "row", "run" or "trial".
+        params: Function from one of them to its values by parameter.
+
+    Raises:
+        ConfigError: A text is not KEY=VALUE, or no run has the key or all the values.
+    """
+    table = [params(thing) for thing in things]
+    names = set().union(*table)
+    kept = list(range(len(things)))
+    for text in where:
+        key, _, allowed = text.partition("=")
+        if "" in (key, allowed):
+            raise ConfigError(f"--where: '{text}' is not KEY=VALUE")
+        name = full_name(key, names)
+        if name is None:
+            hint = _keys_meant(key, sorted(names))
+            raise ConfigError(f"--where: no {noun} has a key '{key}'{hint}")
+        values = [row.get(name, _ABSENT) for row in table]
+        # A value may itself contain a comma.
+        asked = [allowed] if allowed in values else allowed.split(",")
+        for value in asked:
+            _require(value, values, f"{noun} has {name}={value}")
+        others = [values[i] for i in kept]
+        kept = [i for i in kept if _is_any(values[i], asked)]
+        if not kept:
+            _require(allowed, others, f"{noun} has {name}={allowed}")
+    return [things[i] for i in kept]
+
+
+def _require(asked: str, values: Sequence[str], subject: str) -> None:
+    """Raise ConfigError unless one of the values is the asked one."""
+    if not any(_is_any(value, [asked]) for value in values):
+        raise ConfigError(f"--where: no {subject}{did_you_mean(asked, set(values))}")
+
+
+def _is_any(value: str, asked: Sequence[str]) -> bool:
+    """Return whether a value is one of the asked ones, as number or text, or in a range: 0..4."""
+    for text in asked:
+        first, _, last = text.partition("..")
+        if all(map(str.isdecimal, (value, first, last))):
+            if int(first) <= int(value) <= int(last):
+                return True
+        elif same_value(value, text):
+            return True
+    return False
+
+
+def _keys_meant(key: str, known: Sequence[str]) -> str:
+    """Return a hint for an unknown name: the parameters that end with it, else the nearest one."""
+    ends = [f"'{name}'" for name in known if name.endswith(f".{key}")]
+    if ends:
+        return f"; did you mean {' or '.join(ends)}?"
+    return did_you_mean(key, {name.removesuffix(".name") for name in known})
+
+
+def full_name(key: str, known: Container[str]) -> str | None:
+    """Return the likeliest of the known names that a name of a parameter stands for, or None.
+
+    `algorithm` is `algorithm.name`, also where pairs of rules have `algorithm: null`.
+
+    Args:
+        key: name as a user wrote it.
+        known: full names.
+    """
+    candidates = [f"{key}.name", key]
+    if key.rpartition(".")[2] == "lr":  # a number in most runs, also beside those with a schedule
+        candidates.reverse()
+    if key.startswith("algorithm."):
+        rest = key.removeprefix("algorithm.")
+        candidates += [f"server.{rest}", f"client.{rest}"]
+    return next((name for name in candidates if name in known), None)

@@ -1,0 +1,1 @@
+"""A table of results: the texts of its cells, and its columns."""
