@@ -18,6 +18,7 @@ from torch import nn
 
 from raysim.config import explain
 from raysim.config.loading import KEYS_OF_FILES, parse_overrides
+from raysim.config.objects import python_objects
 from raysim.config.references import reference_of
 from raysim.config.schema import Config
 from raysim.data.own import reading
@@ -226,6 +227,9 @@ def _model(key: str, value: Any) -> Section:
 def _rule(key: str, value: Any) -> Section:
     shipped = SECTIONS_OF_RULES[key.rpartition(".")[2]]
     if isinstance(value, Algorithm):
+        # A configuration names its rules, too.
+        for rule in (value.client, value.server):
+            python_objects.reference(rule)
         return _instance(key, value, value, shipped)  # pyright: ignore[reportArgumentType]
     if cls := _class_of(value, ClientRule, ServerRule):
         return _instance(key, value, cls, shipped)

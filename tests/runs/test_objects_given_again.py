@@ -77,6 +77,26 @@ def test_what_runs_have_counted_and_remembered_makes_no_other_object(new_process
     raysim.resume(whole.run_dir, {"rounds": 3, "model": again["Net"], "task": again["loss"]})
 
 
+def test_rules_that_count_with_the_loss_are_given_again(new_process, train):
+    script = new_process()
+    first, second = [train(script, algorithm=script["pair"], seed=seed) for seed in (0, 1)]
+    for section in ("algorithm", "client", "server", "task"):
+        name = getattr(first.config, section).name
+        assert name.startswith("python:") and getattr(second.config, section).name == name
+    again = new_process()
+    given = {"model": again["Net"], "task": again["loss"], "algorithm": again["pair"]}
+    resumed = raysim.resume(second.run_dir, {"rounds": 2, **given})
+    assert resumed.digest == train(script, algorithm=script["pair"], seed=1, rounds=2).digest
+
+
+def test_a_loss_that_remembers_in_itself_stays_the_same(new_process, train):
+    script = new_process()
+    runs = [train(script, task=script["weighted"], seed=seed) for seed in (0, 1, 2)]
+    assert vars(script["weighted"]) and len({names(run) for run in runs}) == 1
+    given = {"model": script["Net"], "task": script["weighted"]}
+    assert raysim.resume(runs[0].run_dir, {"rounds": 2, **given}).rounds == 2
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -86,6 +106,7 @@ def test_what_runs_have_counted_and_remembered_makes_no_other_object(new_process
         lambda script: setattr(script["Net"], "passes", -1),
         lambda script: setattr(script["Net"], "width", 9),
     ],
+    ids=["constant", "counter", "table", "class-counter", "class-attribute"],
 )
 def test_what_the_script_itself_has_set_after_a_run_does(change, new_process, train):
     script = new_process()

@@ -399,6 +399,19 @@ CLASS = "class made:\n    {}\n    def forward(self, x):\n        return x"
 HELPER = "def helper(x=0):\n    return x + 1\n"
 FUNCTION = "def made(x):\n    return {}"
 PARTIAL = "def f(): pass\nmade = functools.partial(f, {})"
+DISPATCHED = """@functools.singledispatch
+def scaled(v):
+    return v
+@scaled.register
+def _(v: torch.Tensor):
+    return v / T
+"""
+DEFAULTS = """from collections import defaultdict
+def filled():
+    n = 1
+    return defaultdict(lambda: n)
+D = filled()
+"""
 DECORATOR = """def times(f):
     @functools.wraps(f)
     def inner(*x):
@@ -422,6 +435,10 @@ DECORATOR = """def times(f):
         (f"class Block:\n    n = 1\n{CLASS.format('_block = Block')}", "= 1", "= 2"),
         (f"class Meta(type):\n    n = 1\n{CLASS}".replace("e:\n    {}", "e(metaclass=Meta):"), "= 1", "= 2"),
         (f"W = torch.ones(2)\n{CLASS.format('w = W')}", "ones", "zeros"),
+        (f"T = 1\n{DISPATCHED}{FUNCTION.format('scaled(x)')}", "T = 1", "T = 2"),
+        (f"T = 1\n{DISPATCHED}{FUNCTION.format('scaled(x)')}", "v / T", "v * T"),
+        (f"{DEFAULTS}{FUNCTION.format('D[x]')}", "= 1", "= 2"),
+        (f"class Own(dict): pass\nD = Own()\nD.n = 1\n{FUNCTION.format('D')}", "= 1", "= 2"),
         ("made = torch.nn.Sequential()\nmade.plan = [[0, 1], [2]]", "1], [", "], [1, "),
         ("n = torch.nn\nmade = n.Sequential(n.PReLU(), n.PReLU())\n#made[0].weight = made[1].weight", "#", ""),
     ],

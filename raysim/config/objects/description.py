@@ -59,8 +59,9 @@ WRITTEN_BY_DATACLASS = "__create_fn__."
 Values = Mapping[str, Mapping[str, bytes]]
 """Contents of variables and attributes, by the class or function that has them, by name."""
 
-_BEFORE_RUNS: dict[tuple[str, str, bytes], bytes] = {}
-"""What a value was before a run, by what has it, its name, and its content after the run."""
+_BEFORE_RUNS: dict[tuple[str, str, bytes], tuple[bytes, frozenset[str]]] = {}
+"""What a value was before a run, by what has it, its name, and its content after the run; with the
+classes and functions that its object used before the run."""
 
 
 def note_changes(value: Any, before: Values) -> None:
@@ -74,7 +75,7 @@ def note_changes(value: Any, before: Values) -> None:
         for name, content in values.items():
             known = before.get(user, {}).get(name, content)
             if content != known:
-                _BEFORE_RUNS[user, name, content] = known
+                _BEFORE_RUNS[user, name, content] = known, frozenset(before)
 
 
 class Description:
@@ -128,12 +129,13 @@ class Description:
         content = self.content(value)
         if (user, name, content) not in _BEFORE_RUNS:
             return content
+        content_before, used_before = _BEFORE_RUNS[user, name, content]
         # What a run put there may have brought classes and functions.
-        new = self.values.keys() - known
+        new = self.values.keys() - known - used_before
         for definition in new:
             del self.values[definition]
         self.names = {i: named for i, named in self.names.items() if named[0] not in new}
-        return _BEFORE_RUNS[user, name, content]
+        return content_before
 
     def content(self, value: Any) -> bytes:
         """Return what identifies a value; for code its name, as its source is told apart."""
@@ -165,13 +167,14 @@ class Description:
         return _of_array(array).encode()
 
     def collection(self, items: Any) -> bytes:
-        """Return the type and the contents of the items."""
+        """Return the type and the contents of the items; of a derived type its attributes too."""
         kind = self.content(type(items))
+        attributes = [getattr(items, name, None) for name in ("default_factory", "__dict__")]
         if isinstance(items, Mapping):
             items = [part for pair in items.items() for part in pair]
         if isinstance(items, set | frozenset):
             items = sorted(items, key=self.place)
-        return self.contents(kind, items)
+        return self.contents(kind, [*items, *filter(None, attributes)])
 
     def place(self, item: Any) -> str:
         """Return what an item of a set is sorted by, as its order differs between processes."""
@@ -228,8 +231,7 @@ class Description:
         values = self.values[name] = {}
         outer, found = self.seen, _references(value) if is_function else _members(value)
         for key, used in sorted(found.items()):
-            # Of what a library has under this very name, the source says which it is.
-            if getattr(used, "__name__", None) != key or _is_users(used):
+            if not _is_told_by_source(key, used):
                 self.seen = {}  # so that one variable, such as a cache, does not change another
                 values[key] = self.value_of(name, key, used)
         self.seen = outer
@@ -412,6 +414,15 @@ def _names(code: CodeType) -> set[str]:
     """Return all names that a function's code uses, inner functions included."""
     inner = [_names(c) for c in code.co_consts if isinstance(c, CodeType)]
     return set(code.co_names).union(*inner)
+
+
+def _is_told_by_source(name: str, value: Any) -> bool:
+    """Return whether a variable is what a library has under this very name, as `torch`."""
+    if getattr(value, "__name__", None) != name or _is_users(value):
+        return False
+    # A function that a library has made, such as that of `singledispatch`, has what it was made of.
+    is_made = isinstance(value, FunctionType)
+    return not is_made or resolves(value.__module__, value.__qualname__, value)
 
 
 def _is_users(value: Any) -> bool:

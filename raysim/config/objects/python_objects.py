@@ -140,8 +140,13 @@ def reference(value: Any) -> str:
     """Return the name of a class, function or net in configurations, and keep it if need be.
 
     Args:
-        value: the class, function or net.
+        value: the class, function or net. One that the same call has named keeps its name, whatever
+            the call has changed since.
     """
+    used = _IN_USE.get()
+    for name, (known, _) in (used or {}).items():
+        if known is value:
+            return name
     module, place = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     if module not in (None, "__main__") and pickling.resolves(module, place, value):
@@ -157,7 +162,7 @@ def reference(value: Any) -> str:
         name = f"{label}-{digest_of(description.texts())[:DIGEST_CHARACTERS]}"
     else:
         name = _name_of_unreadable(value, label, description.unreadable)
-    if (used := _IN_USE.get()) is not None:
+    if used is not None:
         used[f"{PREFIX}{name}"] = value, description.values
     return _keep(f"{PREFIX}{name}", value, description.shown()).name
 

@@ -1,9 +1,13 @@
 """A script whose net and loss count their calls and remember results."""
 
 import functools
+from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import nn
+
+from raysim import Algorithm, ClientRule, ServerRule
 
 ALPHA = 1.0
 calls = 0
@@ -47,6 +51,42 @@ class Net(nn.Module):
     def forward(self, x):
         Net.passes += 1
         return self.linear(x)
+
+
+class Weighted:
+    """A loss that remembers its weights."""
+
+    @functools.cached_property
+    def weights(self):
+        """[3], the weight of each class."""
+        return torch.ones(3)
+
+    def __call__(self, outputs, y):
+        return F.cross_entropy(outputs, y, weight=self.weights)
+
+
+weighted = Weighted()
+
+
+@dataclass(frozen=True)
+class Mine(ClientRule):
+    """Plain steps that are counted with the calls of the loss."""
+
+    def direction(self, shared, state, batch, task):
+        global calls
+        calls += 1
+        return task.grad(state["w"], batch)
+
+
+@dataclass(frozen=True)
+class Theirs(ServerRule):
+    """The mean."""
+
+    def update(self, state, reports):
+        return {**state, "x": state["x"] - self.lr * reports.mean("delta")}
+
+
+pair = Algorithm("pair", Mine, Theirs, "")
 
 
 @counted
