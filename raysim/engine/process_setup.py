@@ -71,6 +71,13 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def gradients() -> Iterator[None]:
+    """Compute gradients inside the block, also where the caller has switched them off."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
 def configure_process(resources: Resources, on_gpu: bool) -> Callable[[], None]:
     """Configure this process for training.
 

@@ -39,6 +39,7 @@ from raysim.models.keyed_layers import (
     dropout_masks,
     set_keyed_forwards,
 )
+from raysim.models.memory_format import takes_channels_last
 from raysim.models.parts import classifier_of, own_name, parameters_in_part
 from raysim.models.precision import tf32
 from raysim.models.stages import StagedModel
@@ -169,6 +170,8 @@ class Model:
             with failing_as(
                 lambda why: ConfigError(f"{failed}: {why}{self._hint(why, x)}"), (ConfigError,)
             ):
+                if self.channels_last:
+                    self.channels_last = takes_channels_last(self._plain_pass, x)
                 outputs, of_two = self._first_pass(x)
                 self.draws = generators.drawn_from()
                 of_three = self._first_pass(self.examples(3)[0])[1] if of_two else []
@@ -199,20 +202,13 @@ class Model:
         return not self.draws and all(mask.is_of_examples for mask in self.dropouts)
 
     def _first_pass(self, x: Tensor) -> tuple[Tensor, DropoutCalls]:
-        """Return the outputs for inputs x, and the calls of dropouts; choose the memory format."""
+        """Return the outputs for inputs x, and the calls of dropouts."""
         bound = BoundModel(self)
         bound.frame.probe = []
         trained = self.as_trained(x).clone()
         before = trained.clone(), trained._version
-        try:
-            with torch.no_grad():
-                outputs = bound.forward(trained, "train", self.initial()[1])
-        except RuntimeError:
-            if not self.channels_last:
-                raise
-            # Code such as x.view(len(x), -1) needs PyTorch's default format.
-            self.channels_last = False
-            return self._first_pass(x)
+        with torch.no_grad():
+            outputs = bound.forward(trained, "train", self.initial()[1])
         # A change by `x.data` does not count as a version.
         if trained._version != before[1] or not same_values(trained, before[0]):
             self.changes_inputs = True
@@ -223,6 +219,12 @@ class Model:
             replace(s, is_keyed=s.is_keyed and s.layer in layers) for s in self.statistics
         ]
         return outputs, bound.frame.probe
+
+    def _plain_pass(self, x: Tensor, mode: PassMode) -> Tensor:
+        """Return the outputs of a new copy of the net at its first parameters."""
+        bound, (first, buffers) = BoundModel(self), self.initial()
+        bound.w.copy_(first)
+        return bound.forward(x, mode, buffers)
 
     def as_trained(self, x: Tensor) -> Tensor:
         """Return inputs in the memory format in which the net trains.
@@ -529,7 +531,9 @@ class Model:
         """
         if self.precision != "bf16":
             with self.passes(), tensors_on(self.device):
-                return run()
+                out = run()
+            # Losses and metrics may use view(), as on outputs in PyTorch's own format.
+            return out.contiguous() if self.channels_last else out
         # Without the cache, which assumes that a parameter stays what it is.
         autocast = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
         with autocast, tensors_on(self.device):
@@ -538,7 +542,7 @@ class Model:
             frame.features = frame.features.to(self.dtype)
         if levels is not None:
             levels[:] = [level.to(self.dtype) for level in levels]
-        return out.to(self.dtype)
+        return out.to(self.dtype).contiguous()
 
 
 class BoundModel:

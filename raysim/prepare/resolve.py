@@ -21,7 +21,7 @@ from raysim.data import Dataset, load_dataset
 from raysim.data.partition.groups import local_of_groups
 from raysim.engine.plan import Plan, measures_clients
 from raysim.engine.probes import name_of as name_of_probe
-from raysim.engine.process_setup import torch_threads
+from raysim.engine.process_setup import gradients, torch_threads
 from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import sample_outputs
 from raysim.models.checks.deterministic_layers import check_deterministic_layers
@@ -146,7 +146,7 @@ def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = lo
     for key, step_sizes in config.own_step_sizes().items():
         step_sizes.compute(key, config.rounds)
     # Passes over a few examples are not worth the threads, which wait for work by computing.
-    with torch_threads(config.resources.threads):
+    with torch_threads(config.resources.threads), gradients():
         return _resolved(config, load)
 
 

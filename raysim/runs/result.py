@@ -132,7 +132,6 @@ class RunResult:
         return net_with(_loaded_plan(self.run_dir), self.state_dict)
 
     @noting_changes()
-    @torch.no_grad()
     def predict(self, x: Any) -> Any:
         """Return the net's outputs for inputs that are given as the data set's examples were.
 
@@ -157,8 +156,9 @@ class RunResult:
         examples = Examples(inputs, labels, scale, shift, dtype=plan.dtype)
         batches = torch.arange(len(inputs)).split(self.config.evaluate.batch_size)
         forms, rows = OutputForms(), []
-        for batch in batches:
-            rows.append(forms.pack(net(examples.batch(batch)[0]), len(batch)))
+        with torch.no_grad():
+            for batch in batches:
+                rows.append(forms.pack(net(examples.batch(batch)[0]), len(batch)))
         return forms.unpacked(torch.cat(rows))
 
     @property

@@ -22,6 +22,7 @@ from raysim.engine.executor import Executor
 from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine, Record
 from raysim.engine.plan import Plan
+from raysim.engine.process_setup import gradients
 from raysim.engine.state import checkpoint, client_store
 from raysim.errors import ConfigError, RaysimError, in_a_line, round_name
 from raysim.imports import uncollected
@@ -152,7 +153,7 @@ def execute(
     """
     began, is_new = time.perf_counter(), run_dir is None
     run_dir = run_dir or make_run_dir(plan)
-    with ExitStack() as closing:
+    with gradients(), ExitStack() as closing:
         closing.enter_context(_own_folder(plan, run_dir, is_new))
         if saved and not origin and not (run_dir / SPOOL_FILE).exists():
             # A tracked run has a spool before its first checkpoint.

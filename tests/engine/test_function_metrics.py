@@ -201,6 +201,27 @@ def test_an_output_in_a_column_belongs_to_its_own_target(function):
         assert metric.value((outputs, y[:, None])) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda outputs, y: ((outputs > 0.5) == (y > 0.5)).double().mean(),
+        lambda outputs, y: (outputs > 0.5) == (y > 0.5),
+        lambda outputs, y: (outputs - y).abs().mean(),
+    ],
+    ids=["hits", "hits-of-each", "mae"],
+)
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5])
+def test_few_different_values_belong_to_their_own_targets(function, rate):
+    """Many orders of such targets have as many hits, by chance."""
+    metric = FunctionMetric(Classification(), 1, "own", function)
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        n = [10, 15, 40, 100][seed % 4]
+        outputs, y = (rng.random(n) < 0.5).astype(float), (rng.random(n) < rate).astype(float)
+        expected = float(function(torch.from_numpy(outputs), torch.from_numpy(y)).double().mean())
+        assert metric.value((outputs[:, None], y)) == pytest.approx(expected, abs=1e-12)
+
+
 def test_a_metric_of_all_outputs_needs_no_pairs():
     metric = FunctionMetric(Classification(), 1, "bias", lambda outputs, y: (outputs - y).mean())
     y, outputs = np.arange(8.0), np.arange(8.0) ** 2

@@ -21,6 +21,9 @@ from raysim.rules.tasks.learning_task import TaskMetric
 TABLE_TOLERANCE = 1e-5
 """Relative difference up to which two values are one, computed in another order."""
 
+FEW, ORDERS = 64, 8
+"""Number of examples, and of their orders, in which it is found out what a function pairs."""
+
 
 @dataclass(frozen=True)
 class FunctionMetric(TaskMetric):
@@ -56,32 +59,46 @@ class FunctionMetric(TaskMetric):
         outputs, y = map(torch.from_numpy, rows)
         if not len(y):
             return float("nan")
-        value = self._value(outputs, y)
-        if y.shape != outputs.shape and y.numel() == outputs.numel() and len(y) > 1:
-            return self._of_pairs(value, outputs, y)
-        return value
+        differ = y.shape != outputs.shape and y.numel() == outputs.numel()
+        if differ and self._is_of_table(outputs, y):
+            y = y.reshape(outputs.shape)
+        return self._value(outputs, y)
 
-    def _of_pairs(self, value: float, outputs: Tensor, y: Tensor) -> float:
-        """Return a value for outputs and targets of two shapes, such as [n, 1] and [n].
+    def _is_of_table(self, outputs: Tensor, y: Tensor) -> bool:
+        """Return whether the value for two shapes, such as [n, 1] and [n], is that of a table.
 
-        Most functions compute a table [n, n] of them here, of all outputs with all targets. Its
-        mean does not depend on which target belongs to which output; then targets get the shape of
-        the outputs.
+        Most functions compute a table [n, n] here, of all outputs with all targets. Its mean does
+        not depend on which target belongs to which output, and the value for equal shapes does.
+        That is tried on a few examples, with different targets, with their outputs and with others.
 
         Args:
-            value: the function's value for these shapes.
             outputs: [n, ...].
             y: the targets, as many numbers in another shape.
         """
-        mixed = y[torch.randperm(len(y), generator=torch.Generator().manual_seed(0))]
-        if not np.isclose(value, self._value(outputs, mixed), TABLE_TOLERANCE):
-            return value
+        rng = np.random.default_rng(0)
+        order = np.argsort(y.reshape(len(y), -1)[:, 0].numpy(), kind="stable")
+        few = order[np.linspace(0, len(y) - 1, min(len(y), FEW)).astype(int)]
+        y = y[few]
+        others = torch.from_numpy(rng.standard_normal((len(few), *outputs.shape[1:])))
+        orders = [rng.permutation(len(few)) for _ in range(ORDERS)]
+        for at in (outputs[few], others.to(outputs.dtype)):
+            as_given = self._depends_on_pairs(at, y, orders)
+            in_pairs = self._depends_on_pairs(at, y.reshape(at.shape), orders)
+            if as_given or in_pairs is None:
+                return False
+            if in_pairs or as_given is None:
+                return True
+        return False
+
+    def _depends_on_pairs(
+        self, outputs: Tensor, y: Tensor, orders: list[np.ndarray]
+    ) -> bool | None:
+        """Return whether other orders of the targets give other values; None if it fails."""
         try:
-            of_pairs = self._value(outputs, y.reshape(outputs.shape))
-            of_mixed = self._value(outputs, mixed.reshape(outputs.shape))
-        except (RuntimeError, TypeError, ValueError, IndexError):  # it needs targets as they are
-            return value
-        return value if np.isclose(of_pairs, of_mixed, TABLE_TOLERANCE) else of_pairs
+            values = [self._value(outputs, targets) for targets in (y, *(y[o] for o in orders))]
+        except Exception:  # the function may raise anything for these shapes
+            return None
+        return not np.allclose(values, values[0], TABLE_TOLERANCE, equal_nan=True)
 
     def _value(self, outputs: Tensor, y: Tensor) -> float:
         """Return the function's value for outputs and targets [n, ...]."""
@@ -90,7 +107,7 @@ class FunctionMetric(TaskMetric):
         values = function(self.task.as_returned(outputs, self.function), y)
         array = np.asarray(values)
         are_numbers = array.dtype.kind in "biuf"
-        if are_numbers and (array.size == 1 or array.shape == (len(y),)):
+        if are_numbers and array.size in (1, len(y)):
             return float(array.astype(np.float64).mean())
         got = f"numbers of shape {list(array.shape)}" if are_numbers else type(values).__name__
         raise TypeError(

@@ -1,0 +1,59 @@
+"""Whether images may have the memory format in which convolutions are fastest on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from raysim.rules.task import PassMode
+from raysim.system.global_generators import generators_kept
+
+SAME = 1e-3
+"""Relative difference up to which outputs are the same, computed in another order."""
+
+
+class _GroupNorms(TorchFunctionMode):
+    """Notes calls of group normalisation with trained factors on inputs without a gradient."""
+
+    found = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        if func is F.group_norm or func is torch.group_norm:
+            given = dict(zip(("input", "num_groups", "weight"), args, strict=False))
+            given |= kwargs or {}
+            weight = given.get("weight")
+            is_trained = weight is not None and weight.requires_grad
+            self.found = self.found or (is_trained and not given["input"].requires_grad)
+        return func(*args, **(kwargs or {}))
+
+
+def takes_channels_last(forward: Callable[[Tensor, PassMode], Tensor], x: Tensor) -> bool:
+    """Return whether images may be in the memory format `channels_last`.
+
+    Not if a net computes something else in it, as code that reads a tensor in the order of its
+    memory, or fails, as `x.view(len(x), -1)`. Nor if a group normalisation has trained factors and
+    inputs without a gradient: its backward pass then ends the process (PyTorch 2.13, CPU).
+
+    Args:
+        forward: makes a pass of a new copy of the net, and returns its outputs.
+        x: [B, C, H, W], images in PyTorch's own format.
+    """
+    images = x.contiguous(memory_format=torch.channels_last)
+    calls = _GroupNorms()
+    try:
+        with torch.no_grad():
+            with generators_kept():
+                own = forward(x.clone(), "eval")
+            with generators_kept():
+                other = forward(images.clone(), "eval")
+        with torch.enable_grad(), generators_kept(), calls:
+            forward(images.clone(), "train")
+    except RuntimeError:
+        return False
+    tolerance = SAME * float(own.abs().nan_to_num(0.0).max())
+    return not calls.found and torch.allclose(own, other, SAME, tolerance, equal_nan=True)
