@@ -171,7 +171,7 @@ class Model:
                 lambda why: ConfigError(f"{failed}: {why}{self._hint(why, x)}"), (ConfigError,)
             ):
                 if self.channels_last:
-                    self.channels_last = takes_channels_last(self._plain_pass, x)
+                    self.channels_last = takes_channels_last(self._passes_at_start(), x)
                 outputs, of_two = self._first_pass(x)
                 self.draws = generators.drawn_from()
                 of_three = self._first_pass(self.examples(3)[0])[1] if of_two else []
@@ -220,11 +220,11 @@ class Model:
         ]
         return outputs, bound.frame.probe
 
-    def _plain_pass(self, x: Tensor, mode: PassMode) -> Tensor:
-        """Return the outputs of a new copy of the net at its first parameters."""
-        bound, (first, buffers) = BoundModel(self), self.initial()
-        bound.w.copy_(first)
-        return bound.forward(x, mode, buffers)
+    def _passes_at_start(self) -> Callable[[Tensor, PassMode], Tensor]:
+        """Return a function that makes a pass at the first parameters and statistics."""
+        bound = BoundModel(self)
+        bound.w.copy_(self.initial()[0])
+        return lambda x, mode: bound.forward(x, mode, self.initial()[1])
 
     def as_trained(self, x: Tensor) -> Tensor:
         """Return inputs in the memory format in which the net trains.

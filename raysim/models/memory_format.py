@@ -40,7 +40,7 @@ def takes_channels_last(forward: Callable[[Tensor, PassMode], Tensor], x: Tensor
     inputs without a gradient: its backward pass then ends the process (PyTorch 2.13, CPU).
 
     Args:
-        forward: makes a pass of a new copy of the net, and returns its outputs.
+        forward: makes a pass of the net, and returns its outputs.
         x: [B, C, H, W], images in PyTorch's own format.
     """
     images = x.contiguous(memory_format=torch.channels_last)
