@@ -189,6 +189,20 @@ def test_sequences_may_have_one_label_each():
     assert dataset.y.tolist() == [0, 1] and dataset.n_classes == 2
 
 
+# -- several inputs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [int, np.int64, torch.tensor])
+def test_numbers_beside_arrays_in_a_tuple_are_several_inputs(number):
+    ids = np.array([3, 1, 2, 0, 3, 1])
+    rows = Listed(*(((number(k), x), y) for k, (x, y) in zip(ids, PAIRS, strict=True)))
+    dataset = made((rows, rows))
+    assert [(i.kind, i.shape) for i in dataset.inputs] == [("integer", ()), ("float", (3,))]
+    assert dataset.digest == made({"train": ((ids, X), Y), "test": ((ids, X), Y)}).digest
+    one = Listed(*(((number(k), number(k)), y) for k, y in zip(ids, Y, strict=True)))
+    assert made((one, one)).inputs == ()  # numbers of one shape are one array
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 TWO = (X[0], 0), (X[1], 1)
@@ -227,6 +241,8 @@ def test_targets_where_there_is_no_token_are_refused():
         (DataLoader(TENSORS), r"the training examples are a DataLoader.*\(its attribute dataset\)"),
         (Listed(((X[0], X[1]), 0), ((X[2], X[3]), 1)), "x_test is one array, and x has the inputs 0, 1"),
         (Listed(({"a": X[0], "b": X[1]}, 0), (X[2], 1)), r"x of training example 1 has other inputs than \['a', 'b'\]"),
+        (Listed(((1, [2.0, 3.0]), 0)), r"x of training example 0: number 1 has .*, or give several inputs as a mapping"),
+        (Listed((([2, 3], [4]), 0)), r"x of training example 0 has rows of .*, or give several inputs as a mapping"),
         ((X, np.array(list("abcabc"), dtype=object)), r".*is a str\); give numbers, the same in both"),
         ({"x": X, "Y": Y}, "the training half has the unknown key 'Y'"),
         ((X, np.array(["a", 1, None, 2, 3, 4], dtype=object)), "y is an array of Python objects"),

@@ -22,7 +22,7 @@ import torch
 
 from raysim.data.class_names import Names, class_names
 from raysim.data.images import is_picture
-from raysim.data.own.arrays import ArrayReader, Sequences
+from raysim.data.own.arrays import ONE_SHAPE, ArrayReader, Sequences
 from raysim.data.own.read_again import first_changed
 from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean, lacking
@@ -234,11 +234,12 @@ class FormReader(ArrayReader):
 
     def _inputs(self, x: Any, name: str) -> Any:
         """Return the x of an example as an array, or as several ones by name."""
+        fix = ONE_SHAPE
         if isinstance(x, tuple | list) and x:
-            is_several = all(is_picture(value) or _is_array(value) for value in x)
-            x = {str(k): value for k, value in enumerate(x)} if is_several else x
+            x = {str(k): value for k, value in enumerate(x)} if _are_inputs(x) else x
+            fix += ', or give several inputs as a mapping, such as {"a": ..., "b": ...}'
         if not isinstance(x, Mapping):
-            return self._entry(x, name)
+            return self._entry(x, name, fix)
         return {str(key): self._entry(value, f"{name}[{key!r}]") for key, value in x.items()}
 
     def _stacked_inputs(self, inputs: list[Any], split: str) -> Any:
@@ -252,13 +253,13 @@ class FormReader(ArrayReader):
                 raise self.error(f"x of {split} example {k} has other inputs than {keys}")
         return {key: self._stacked([x[key] for x in inputs], f"{name}[{key!r}]") for key in keys}
 
-    def _entry(self, value: Any, name: str) -> Any:
+    def _entry(self, value: Any, name: str, fix: str = ONE_SHAPE) -> Any:
         """Return the x or the y of an example as an array; an image of Pillow stays one."""
         if is_picture(value):
             return value
-        array = self.array(value, name)
+        array = self.array(value, name, fix)
         if isinstance(array, list):
-            raise self.error(f"{name} has rows of different lengths")
+            raise self.error(f"{name} has rows of different lengths; {fix}")
         return array
 
     def _stacked(self, entries: list[Any], name: str) -> np.ndarray | Sequences:
@@ -318,6 +319,16 @@ def _is_data_set(value: Any) -> bool:
 
 def _is_set_of_examples(value: Any) -> bool:
     return _is_data_set(value) or _is_pair(value) or isinstance(value, torch.utils.data.DataLoader)
+
+
+def _are_inputs(entries: tuple[Any, ...] | list[Any]) -> bool:
+    """Return whether the x of an example in a row is several inputs, and not one array."""
+    if all(is_picture(entry) or _is_array(entry) for entry in entries):
+        return True
+    kinds = torch.Tensor | np.ndarray | np.generic | int | float
+    if isinstance(entries, list) or not all(is_picture(e) or isinstance(e, kinds) for e in entries):
+        return False
+    return len(set(map(np.shape, entries))) > 1  # numbers of one shape are one array
 
 
 def _is_array(value: Any) -> bool:
