@@ -109,11 +109,15 @@ class FormReader(ArrayReader):
         if parts and all(map(_is_set_of_examples, parts)):
             three = "; of training, validation and test set leave the second out, and set "
             three += "partition.val_fraction"
+            single = (
+                "; if each one is a single example, stack them, or wrap them in a torch Dataset"
+            )
             raise self.error(
                 f"these are {len(parts)} sets of examples, as if each client had its own; give one "
                 "training set of all clients (torch.utils.data.ConcatDataset joins data sets), a "
                 "test set, and the client of each training example as users, with "
                 f"partition=natural{three if len(parts) == 3 else ''}"
+                f"{single if all(map(_is_pair, parts)) else ''}"
             )
 
     def half(self, half: Any, split: str) -> Half:
@@ -133,12 +137,12 @@ class FormReader(ArrayReader):
         match half:
             case Mapping():
                 return self._entries(half, f"the {split} half")
-            case [x, y] if not (isinstance(half, list) and _is_labelled(x) and _is_labelled(y)):
+            case [x, y] if not (isinstance(half, list) and _are_labelled(half)):
                 return x, y, None
-            case [*parts] if parts and all(map(_is_labelled, parts)):
+            case [*parts] if parts and _are_examples(parts):
                 return self._examples(parts, split)
             case [*parts]:
-                self._refuse_clients(parts)
+                self._refuse_clients([_x_and_y(part) or part for part in parts])
             case torch.utils.data.DataLoader():
                 raise self.error(
                     f"the {split} examples are a DataLoader, and clients draw their batches "
@@ -341,9 +345,36 @@ def _is_pair(value: Any) -> bool:
     return is_two and all(isinstance(part, torch.Tensor | np.ndarray) for part in value)
 
 
-def _is_labelled(value: Any) -> bool:
-    """Return whether a value is an example, a pair (x, y) of which y is one number."""
-    return isinstance(value, tuple) and len(value) == 2 and np.ndim(value[1]) == 0
+def _x_and_y(value: Any) -> tuple[Any, Any] | None:
+    """Return x and y of a pair or a mapping; None for anything else."""
+    if isinstance(value, Mapping):
+        return value.get("x"), value.get("y")
+    return value if isinstance(value, tuple) and len(value) == 2 else None
+
+
+def _are_labelled(parts: Collection[Any]) -> bool:
+    """Return whether all parts are examples of which y is one number."""
+    pairs = list(map(_x_and_y, parts))
+    return all(
+        pair is not None and not isinstance(pair[1], list | tuple) and np.ndim(pair[1]) == 0
+        for pair in pairs
+    )
+
+
+def _are_examples(parts: Collection[Any]) -> bool:
+    """Return whether all parts are examples, and cannot be the sets of examples of clients."""
+    if _are_labelled(parts):
+        return True
+    pairs = [pair for pair in map(_x_and_y, parts) if pair is not None]
+    if len(pairs) < len(parts):
+        return False
+    if all(is_picture(x) for x, _ in pairs):
+        return True
+    if not all(map(_is_pair, pairs)):
+        return False
+    shapes = {(tuple(x.shape), tuple(y.shape)) for x, y in pairs}
+    # A set of examples has as many x as y.
+    return len(shapes) == 1 and all(of_x[:1] != of_y[:1] for of_x, of_y in shapes)
 
 
 def _is_transformed(table: Any) -> bool:
