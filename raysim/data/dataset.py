@@ -47,7 +47,7 @@ class Dataset:
         x, x_test: uint8 [n, C, H, W], or numbers of any other type and shape [n, ...].
         y, y_test: int64 [n], labels from 0; or targets of another type and shape [n, ...].
         classes: names of the labels; () if `y` are not labels.
-        scale, shift: float32 [C] or [C, H, W]; None: the examples are inputs as they are.
+        scale, shift: float64 [C] or [C, H, W]; None: the examples are inputs as they are.
         pad: augmentation by random crops after zero padding of `pad` pixels on each side; 0: none.
         flip: augmentation by mirroring left to right.
         groups: int32 [n], the natural user or source of each training example; -1: none.
@@ -235,7 +235,7 @@ def normalise(
         top: value of the brightest pixel.
     """
     mean, std = (np.array(values, dtype=np.float64) for values in statistics)
-    return (1 / (top * std)).astype(np.float32), (0 - mean / std).astype(np.float32)
+    return 1 / (top * std), 0 - mean / std
 
 
 def normalise_by_imagenet(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -261,7 +261,7 @@ def normalise_each_pixel(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     squares = np.square(images, dtype=np.uint16).sum(0, dtype=np.int64)
     deviation = np.sqrt(n * squares - total**2) / n  # of integers, so exactly 0 where all are alike
     scale = np.divide(1, deviation, out=np.zeros_like(deviation), where=deviation > 0)
-    return scale.astype(np.float32), (0 - total / n * scale).astype(np.float32)
+    return scale, 0 - total / n * scale
 
 
 def broadcastable(values: np.ndarray) -> np.ndarray:

@@ -37,8 +37,9 @@ class Examples:
     Args:
         x: uint8 [n, C, H, W], or numbers of any other type and shape [n, ...].
         y: int64 [n], the labels; or targets of another type and shape [n, ...].
-        scale: float32 [C]; the input of a model is `x * scale + shift`. None: it is `x`.
-        shift: float32 [C]; None without `scale`.
+        scale: float64 [C]; the input of a model is `x * scale + shift`, both rounded to `dtype`.
+            None: it is `x`.
+        shift: float64 [C]; None without `scale`.
         pad: zero pixels on each side before a random crop, see `Dataset`.
         flip: whether augmentation mirrors images, see `Dataset`.
         device: the device of the tensors.

@@ -19,7 +19,11 @@ from raysim.system.signals import failing_as
 
 
 def check_outputs(
-    outputs: Any, shape: tuple[int, ...] | None, task: LearningTask, label: str
+    outputs: Any,
+    shape: tuple[int, ...] | None,
+    task: LearningTask,
+    label: str,
+    of_one_number: bool = False,
 ) -> None:
     """Check that a net returns outputs as its learning task expects them.
 
@@ -28,6 +32,7 @@ def check_outputs(
         shape: the expected shape of the output for one example; None: any.
         task: the learning task.
         label: beginning of a message about the net.
+        of_one_number: whether each example is one number, which the net gets as [B, 1].
 
     Raises:
         ConfigError: they are no tensor, or have another shape; the message names the fix.
@@ -50,6 +55,8 @@ def check_outputs(
         expected = "[2, ...]"
     else:
         expected = f"{[2, *shape]}{_fix_of_outputs(task, got, [2, *shape])}"
+        if of_one_number and got == [2, 1, *shape]:  # of an embedding
+            expected += "; x is [2, 1] here, so let forward take x[:, 0]"
     raise ConfigError(
         f"{label} turns two examples into {got}, but task '{task.name}' expects outputs of shape "
         f"{expected}"

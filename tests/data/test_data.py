@@ -35,7 +35,13 @@ from raysim.data import (
     plot_samples,
     split_dataset,
 )
-from raysim.data.dataset import normalise
+from raysim.data.dataset import (
+    IMAGENET_MEAN_STD,
+    broadcastable,
+    normalise,
+    normalise_by_imagenet,
+    normalise_each_pixel,
+)
 from raysim.data.loading import DESCRIPTIONS, USER_FORMATS
 from raysim.data.sources import built_in_datasets
 from raysim.errors import ConfigError
@@ -79,7 +85,7 @@ def check(
     )
     assert dataset.x.dtype == dataset.x_test.dtype == np.uint8
     assert dataset.y.dtype == dataset.y_test.dtype == np.int64
-    assert dataset.scale.dtype == dataset.shift.dtype == np.float32
+    assert dataset.scale.dtype == dataset.shift.dtype == np.float64
     assert dataset.scale.shape == dataset.shift.shape == shape[:1]
     assert dataset.n_classes == len(dataset.classes) == n_classes
     assert dataset.y.min() >= 0 and dataset.y.max() < n_classes
@@ -670,6 +676,23 @@ def test_normalisation_is_torchvisions(colour):
     torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-6)
     assert y.tolist() == colour.y[indices].tolist()
     assert x.dtype == torch.float32 and y.dtype == torch.int64 and x.is_contiguous()
+
+
+@pytest.mark.parametrize("each_pixel", [False, True])
+def test_pixels_are_scaled_in_the_dtype_of_the_run(each_pixel):
+    """In float32 by constants that are rounded to it once; in float64 without their rounding."""
+    x, y = pixels(20, 3, 5, 7), np.arange(20)
+    mean, std = (np.reshape(values, (3, 1, 1)) for values in IMAGENET_MEAN_STD)
+    scale, shift = normalise_by_imagenet(x)
+    expected = (x / 255 - mean) / std
+    if each_pixel:
+        scale, shift = normalise_each_pixel(x)
+        expected = (x - x.mean(0)) / x.std(0)
+    exact, _ = Examples(x, y, scale, shift, dtype=torch.float64).batch(y)
+    np.testing.assert_allclose(exact, expected, rtol=0, atol=1e-13)
+    rounded = [broadcastable(v).astype(np.float32) for v in (scale, shift)]
+    found, _ = Examples(x, y, scale, shift).batch(y)
+    assert np.array_equal(found.numpy(), x.astype(np.float32) * rounded[0] + rounded[1])
 
 
 @pytest.mark.parametrize(("pad", "flip"), [(2, False), (0, True), (3, True)])

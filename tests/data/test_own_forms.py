@@ -61,6 +61,7 @@ TABLE = pd.DataFrame({"length": X[:, 0], "kind": [*"abcabc"]})
         Listed(*({"x": x, "y": y} for x, y in PAIRS)),
         Listed(*map(list, PAIRS)),
         PAIRS,
+        [{"x": x, "y": y} for x, y in PAIRS],
         ConcatDataset([Subset(TENSORS, range(2)), Subset(TENSORS, range(2, 6))]),
     ],
 )
@@ -189,6 +190,20 @@ def test_sequences_may_have_one_label_each():
     assert dataset.y.tolist() == [0, 1] and dataset.n_classes == 2
 
 
+# -- several inputs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [int, np.int64, torch.tensor])
+def test_numbers_beside_arrays_in_a_tuple_are_several_inputs(number):
+    ids = np.array([3, 1, 2, 0, 3, 1])
+    rows = Listed(*(((number(k), x), y) for k, (x, y) in zip(ids, PAIRS, strict=True)))
+    dataset = made((rows, rows))
+    assert [(i.kind, i.shape) for i in dataset.inputs] == [("integer", ()), ("float", (3,))]
+    assert dataset.digest == made({"train": ((ids, X), Y), "test": ((ids, X), Y)}).digest
+    one = Listed(*(((number(k), number(k)), y) for k, y in zip(ids, Y, strict=True)))
+    assert made((one, one)).inputs == ()  # numbers of one shape are one array
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 TWO = (X[0], 0), (X[1], 1)
@@ -223,10 +238,14 @@ def test_targets_where_there_is_no_token_are_refused():
         (Dataset(), "the training examples have no length .*; define __len__"),
         (X, "the training examples are a ndarray; expected"),
         ([X, Y, Y], "the training examples are a list of 3; expected"),
+        ([{"x": X[0], "label": 1}] * 3, "training example 0 has the unknown key 'label'"),
+        ([(X[0], [[1], [2, 3]])] * 3, "the training examples are a list of 3; expected"),
         ([TENSORS, TENSORS, TENSORS], "these are 3 sets of examples, as if each client .* users.* validation .* out"),
         (DataLoader(TENSORS), r"the training examples are a DataLoader.*\(its attribute dataset\)"),
         (Listed(((X[0], X[1]), 0), ((X[2], X[3]), 1)), "x_test is one array, and x has the inputs 0, 1"),
         (Listed(({"a": X[0], "b": X[1]}, 0), (X[2], 1)), r"x of training example 1 has other inputs than \['a', 'b'\]"),
+        (Listed(((1, [2.0, 3.0]), 0)), r"x of training example 0: number 1 has .*, or give several inputs as a mapping"),
+        (Listed((([2, 3], [4]), 0)), r"x of training example 0 has rows of .*, or give several inputs as a mapping"),
         ((X, np.array(list("abcabc"), dtype=object)), r".*is a str\); give numbers, the same in both"),
         ({"x": X, "Y": Y}, "the training half has the unknown key 'Y'"),
         ((X, np.array(["a", 1, None, 2, 3, 4], dtype=object)), "y is an array of Python objects"),
@@ -264,6 +283,24 @@ def test_the_examples_of_each_client_by_itself_are_refused(content):
         ConfigError, match=r"^data: these are . sets of examples, as if each client"
     ):
         made(content)
+
+
+@pytest.mark.parametrize("as_mapping", [False, True])
+@pytest.mark.parametrize("tensor", [np.asarray, torch.as_tensor])
+@pytest.mark.parametrize("y", [X[:, :2], X[:, :1, None] > 0], ids=["numbers", "pixels"])
+def test_a_list_of_examples_whose_targets_are_arrays(y, tensor, as_mapping):
+    half = [(tensor(a), tensor(b)) for a, b in zip(X, y, strict=True)]
+    given = [{"x": a, "y": b} for a, b in half] if as_mapping else half
+    assert made((given, given)).digest == made((Listed(*half), Listed(*half))).digest
+
+
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_a_list_that_may_be_examples_or_sets_of_clients_is_refused(as_mapping):
+    """Images and masks of one row, or clients with as many pairs of a row of pixels."""
+    images = RNG.normal(size=(4, 1, 3, 3))
+    half = [{"x": a, "y": a} if as_mapping else (a, a) for a in images]
+    with pytest.raises(ConfigError, match=r"^data: these are 4 sets .*; if each one is a single"):
+        made((half, half))
 
 
 def test_a_list_of_two_pairs_is_two_examples():

@@ -494,6 +494,13 @@ def test_refused(net, said):
     )
 
 
+def test_ids_alone_reach_an_embedding_with_a_dimension_of_one():
+    ids = Batch(torch.tensor([[3], [8]]), torch.tensor([0, 2]))
+    said = r"into \[2, 1, 3\], but .* shape \[2, 3\]; x is \[2, 1\] here, so let forward take x"
+    with pytest.raises(ConfigError, match=said):
+        Model(nn.Embedding(9, 3), (1,), 3, sample=ids)
+
+
 def test_buffers_that_stay_come_back_with_the_rest():
     model, fresh = Model(Steady(), (1, 8, 8), 10), Steady()
     assert model.size == 650 and model.buffer_size == 0

@@ -22,6 +22,9 @@ PADDING_X = 0
 PADDING_Y = -100
 """Token that pads sequences of targets; the task `next_token` leaves it out (`ignore_index`)."""
 
+ONE_SHAPE = "crop or pad them to one shape"
+"""What to do about rows of different shapes, for errors."""
+
 NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 """Types of torch that NumPy has."""
 
@@ -46,12 +49,13 @@ class ArrayReader:
         """
         return ConfigError(f"{self.place}: {text}")
 
-    def array(self, values: Any, name: str) -> np.ndarray | Sequences:
+    def array(self, values: Any, name: str, fix: str = ONE_SHAPE) -> np.ndarray | Sequences:
         """Return numbers as a contiguous array of a type that torch has, or sequences.
 
         Args:
             values: an array, a tensor, a list of numbers or of these, or a column of a table.
             name: name of the array in errors.
+            fix: what to do about rows of different shapes.
 
         Raises:
             ConfigError: they are no numbers, or have rows of different shapes.
@@ -63,7 +67,7 @@ class ArrayReader:
             return self.pictures(values, name)
         array = self._read(values, name)
         if isinstance(array, list):
-            return self.stacked(array, name)
+            return self.stacked(array, name, fix)
         self._check_numbers(array, values, name)
         kind, size = array.dtype.kind, array.dtype.itemsize
         if kind == "u" and size > 1:
@@ -145,12 +149,15 @@ class ArrayReader:
             )
         return converted
 
-    def stacked(self, rows: Sequence[np.ndarray], name: str) -> np.ndarray | Sequences:
+    def stacked(
+        self, rows: Sequence[np.ndarray], name: str, fix: str = ONE_SHAPE
+    ) -> np.ndarray | Sequences:
         """Return rows of one shape as an array, and sequences of different lengths as they are.
 
         Args:
             rows: one array for each example, of any shape.
             name: name of the array in errors.
+            fix: what to do about rows of different shapes.
 
         Raises:
             ConfigError: the rows differ in shape and are no sequences of whole numbers.
@@ -162,7 +169,7 @@ class ArrayReader:
         k = next(k for k, row in enumerate(rows) if row.shape != rows[0].shape)
         raise self.error(
             f"{name}: number {k} has shape {list(rows[k].shape)}, number 0 "
-            f"{list(rows[0].shape)}; crop or pad them to one shape"
+            f"{list(rows[0].shape)}; {fix}"
         )
 
     def padded(

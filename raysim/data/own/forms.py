@@ -22,7 +22,7 @@ import torch
 
 from raysim.data.class_names import Names, class_names
 from raysim.data.images import is_picture
-from raysim.data.own.arrays import ArrayReader, Sequences
+from raysim.data.own.arrays import ONE_SHAPE, ArrayReader, Sequences
 from raysim.data.own.read_again import first_changed
 from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean, lacking
@@ -109,11 +109,15 @@ class FormReader(ArrayReader):
         if parts and all(map(_is_set_of_examples, parts)):
             three = "; of training, validation and test set leave the second out, and set "
             three += "partition.val_fraction"
+            single = (
+                "; if each one is a single example, stack them, or wrap them in a torch Dataset"
+            )
             raise self.error(
                 f"these are {len(parts)} sets of examples, as if each client had its own; give one "
                 "training set of all clients (torch.utils.data.ConcatDataset joins data sets), a "
                 "test set, and the client of each training example as users, with "
                 f"partition=natural{three if len(parts) == 3 else ''}"
+                f"{single if all(map(_is_pair, parts)) else ''}"
             )
 
     def half(self, half: Any, split: str) -> Half:
@@ -133,12 +137,12 @@ class FormReader(ArrayReader):
         match half:
             case Mapping():
                 return self._entries(half, f"the {split} half")
-            case [x, y] if not (isinstance(half, list) and _is_labelled(x) and _is_labelled(y)):
+            case [x, y] if not (isinstance(half, list) and _are_labelled(half)):
                 return x, y, None
-            case [*parts] if parts and all(map(_is_labelled, parts)):
+            case [*parts] if parts and _are_examples(parts):
                 return self._examples(parts, split)
             case [*parts]:
-                self._refuse_clients(parts)
+                self._refuse_clients([_x_and_y(part) or part for part in parts])
             case torch.utils.data.DataLoader():
                 raise self.error(
                     f"the {split} examples are a DataLoader, and clients draw their batches "
@@ -234,11 +238,12 @@ class FormReader(ArrayReader):
 
     def _inputs(self, x: Any, name: str) -> Any:
         """Return the x of an example as an array, or as several ones by name."""
+        fix = ONE_SHAPE
         if isinstance(x, tuple | list) and x:
-            is_several = all(is_picture(value) or _is_array(value) for value in x)
-            x = {str(k): value for k, value in enumerate(x)} if is_several else x
+            x = {str(k): value for k, value in enumerate(x)} if _are_inputs(x) else x
+            fix += ', or give several inputs as a mapping, such as {"a": ..., "b": ...}'
         if not isinstance(x, Mapping):
-            return self._entry(x, name)
+            return self._entry(x, name, fix)
         return {str(key): self._entry(value, f"{name}[{key!r}]") for key, value in x.items()}
 
     def _stacked_inputs(self, inputs: list[Any], split: str) -> Any:
@@ -252,13 +257,13 @@ class FormReader(ArrayReader):
                 raise self.error(f"x of {split} example {k} has other inputs than {keys}")
         return {key: self._stacked([x[key] for x in inputs], f"{name}[{key!r}]") for key in keys}
 
-    def _entry(self, value: Any, name: str) -> Any:
+    def _entry(self, value: Any, name: str, fix: str = ONE_SHAPE) -> Any:
         """Return the x or the y of an example as an array; an image of Pillow stays one."""
         if is_picture(value):
             return value
-        array = self.array(value, name)
+        array = self.array(value, name, fix)
         if isinstance(array, list):
-            raise self.error(f"{name} has rows of different lengths")
+            raise self.error(f"{name} has rows of different lengths; {fix}")
         return array
 
     def _stacked(self, entries: list[Any], name: str) -> np.ndarray | Sequences:
@@ -320,6 +325,16 @@ def _is_set_of_examples(value: Any) -> bool:
     return _is_data_set(value) or _is_pair(value) or isinstance(value, torch.utils.data.DataLoader)
 
 
+def _are_inputs(entries: tuple[Any, ...] | list[Any]) -> bool:
+    """Return whether the x of an example in a row is several inputs, and not one array."""
+    if all(is_picture(entry) or _is_array(entry) for entry in entries):
+        return True
+    kinds = torch.Tensor | np.ndarray | np.generic | int | float
+    if isinstance(entries, list) or not all(is_picture(e) or isinstance(e, kinds) for e in entries):
+        return False
+    return len(set(map(np.shape, entries))) > 1  # numbers of one shape are one array
+
+
 def _is_array(value: Any) -> bool:
     return isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
 
@@ -330,9 +345,36 @@ def _is_pair(value: Any) -> bool:
     return is_two and all(isinstance(part, torch.Tensor | np.ndarray) for part in value)
 
 
-def _is_labelled(value: Any) -> bool:
-    """Return whether a value is an example, a pair (x, y) of which y is one number."""
-    return isinstance(value, tuple) and len(value) == 2 and np.ndim(value[1]) == 0
+def _x_and_y(value: Any) -> tuple[Any, Any] | None:
+    """Return x and y of a pair or a mapping; None for anything else."""
+    if isinstance(value, Mapping):
+        return value.get("x"), value.get("y")
+    return value if isinstance(value, tuple) and len(value) == 2 else None
+
+
+def _are_labelled(parts: Collection[Any]) -> bool:
+    """Return whether all parts are examples of which y is one number."""
+    pairs = list(map(_x_and_y, parts))
+    return all(
+        pair is not None and not isinstance(pair[1], list | tuple) and np.ndim(pair[1]) == 0
+        for pair in pairs
+    )
+
+
+def _are_examples(parts: Collection[Any]) -> bool:
+    """Return whether all parts are examples, and cannot be the sets of examples of clients."""
+    if _are_labelled(parts):
+        return True
+    pairs = [pair for pair in map(_x_and_y, parts) if pair is not None]
+    if len(pairs) < len(parts):
+        return False
+    if all(is_picture(x) for x, _ in pairs):
+        return True
+    if not all(map(_is_pair, pairs)):
+        return False
+    shapes = {(tuple(x.shape), tuple(y.shape)) for x, y in pairs}
+    # A set of examples has as many x as y.
+    return len(shapes) == 1 and all(of_x[:1] != of_y[:1] for of_x, of_y in shapes)
 
 
 def _is_transformed(table: Any) -> bool:
