@@ -174,7 +174,8 @@ class Model:
                 of_three = self._first_pass(self.examples(3)[0])[1] if of_two else []
         finally:
             generators.restore()
-        check_outputs(outputs, self.output_shape, self.learning_task, self.label)
+        y = None if self.sample is None else self.sample.y.cpu().numpy()
+        check_outputs(outputs, self.output_shape, self.learning_task, self.label, y)
         if self.sample is not None:
             check_first_loss(self.learning_task, outputs, Batch(*self._real(2)))
         return dropout_masks(of_two, of_three, self.label)
