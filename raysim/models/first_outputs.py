@@ -74,9 +74,11 @@ def _fix_of_outputs(
     """Return the advice for outputs of another shape than the task's; "" if there is none."""
     are_classes = len(got) == 2 and got > [2, 1]
     if isinstance(task, LossTask) and not (isinstance(task, Classification) and are_classes):
-        has_one_column = are_classes and y is not None and y.shape[1:] == (1,)
+        column = ""
+        if are_classes and y is not None and y.shape[1:] == (1,):
+            column = as_labels(y)
         return (
-            f" like task '{task.like}'; {as_labels(y) if has_one_column else ''}set task.like to "
+            f" like task '{task.like}'; {column}set task.like to "
             "any if the loss takes these outputs as they are, or to the task of these outputs "
             f"({', '.join(TASKS)}; labels of classes are whole numbers y, [n])"
         )
