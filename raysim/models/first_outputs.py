@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,13 @@ from raysim.errors import ConfigError
 from raysim.rules.batch import Batch
 from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.loss_task import LossTask
-from raysim.rules.tasks.shipped_tasks import TASKS, Classification, Multilabel, Regression
+from raysim.rules.tasks.shipped_tasks import (
+    TASKS,
+    Classification,
+    Multilabel,
+    Regression,
+    as_labels,
+)
 from raysim.system.global_generators import generators_kept
 from raysim.system.signals import failing_as
 
@@ -23,6 +30,7 @@ def check_outputs(
     shape: tuple[int, ...] | None,
     task: LearningTask,
     label: str,
+    y: np.ndarray | None = None,
     of_one_number: bool = False,
 ) -> None:
     """Check that a net returns outputs as its learning task expects them.
@@ -32,6 +40,7 @@ def check_outputs(
         shape: the expected shape of the output for one example; None: any.
         task: the learning task.
         label: beginning of a message about the net.
+        y: targets of real examples, for the fix in the message; None if there are none.
         of_one_number: whether each example is one number, which the net gets as [B, 1].
 
     Raises:
@@ -54,7 +63,7 @@ def check_outputs(
     if shape is None:
         expected = "[2, ...]"
     else:
-        expected = f"{[2, *shape]}{_fix_of_outputs(task, got, [2, *shape])}"
+        expected = f"{[2, *shape]}{_fix_of_outputs(task, got, [2, *shape], y)}"
         if of_one_number and got == [2, 1, *shape]:  # of an embedding
             expected += "; x is [2, 1] here, so let forward take x[:, 0]"
     raise ConfigError(
@@ -63,19 +72,27 @@ def check_outputs(
     )
 
 
-def _fix_of_outputs(task: LearningTask, got: list[int], expected: list[int]) -> str:
+def _fix_of_outputs(
+    task: LearningTask, got: list[int], expected: list[int], y: np.ndarray | None
+) -> str:
     """Return the advice for outputs of another shape than the task's; "" if there is none."""
-    if isinstance(task, LossTask):
+    are_classes = len(got) == 2 and got > [2, 1]
+    if isinstance(task, LossTask) and not (isinstance(task, Classification) and are_classes):
+        column = ""
+        if are_classes and y is not None and y.shape[1:] == (1,):
+            column = as_labels(y)
         return (
-            f" like task '{task.like}'; set task.like to any if the loss takes these outputs as "
-            f"they are, or to the task of these outputs ({', '.join(TASKS)}; labels of classes "
-            "are whole numbers y, [n])"
+            f" like task '{task.like}'; {column}set task.like to "
+            "any if the loss takes these outputs as they are, or to the task of these outputs "
+            f"({', '.join(TASKS)}; labels of classes are whole numbers y, [n])"
         )
-    if isinstance(task, Classification) and len(got) == 2 and got > [2, 1]:
+    if isinstance(task, Classification) and are_classes:
         why = "some classes have no example"
         if got < expected:
             why = f"the data have fewer classes than the {expected[1]} that they name"
-        return f"; if {why}, give their number with the data, classes={got[1]}"
+        of_loss = ", or set task.like to any for other outputs, which have no accuracy"
+        of_loss = of_loss if isinstance(task, LossTask) else ""
+        return f"; if {why}, give their number with the data, classes={got[1]}{of_loss}"
     return ""
 
 

@@ -154,10 +154,10 @@ class _MeanLoss:
             self.total += task.loss(of_loss, Batch(x, y.clone())).sum()
 
     def value(self) -> float:
-        """Return the loss; NaN if all examples have weight 0."""
+        """Return the loss; by default NaN if all examples have weight 0."""
         if self.task.loss_reduction == "sum":
             return self.total.item()
         if self.parts:
             outputs, x, y = map(torch.cat, zip(*self.parts, strict=True))
             return float(self.task.loss(outputs, Batch(x, y))[0])
-        return self.total.item() / self.denominator if self.denominator else float("nan")
+        return self.total.item() / (self.denominator or self.task.zero_denominator)

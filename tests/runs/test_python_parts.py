@@ -23,7 +23,15 @@ from raysim.algorithms.fedavg import FedAvgClient
 from raysim.config.objects import python_objects
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
-from raysim.rules import Batch, ClientSampling, LearningTask, Regression, TaskMetric, UploadStage
+from raysim.rules import (
+    Batch,
+    Classification,
+    ClientSampling,
+    LearningTask,
+    Regression,
+    TaskMetric,
+    UploadStage,
+)
 from raysim.rules.tasks.loss_task import task_like, with_loss
 from raysim.runs.python_inputs import named_inputs
 
@@ -278,6 +286,62 @@ def test_a_loss_with_tensors_of_another_type_is_blamed_and_not_the_net(config, h
         trained(config, task=weighted[held], dtype="float64")
     advised = lambda o, y: F.cross_entropy(o, y, weight=WEIGHTS.to(o))  # noqa: E731
     assert trained(config, task=advised, dtype="float64").rounds == 1
+
+
+def in_place(outputs, y):
+    probabilities = outputs.exp().div_(2)
+    return F.cross_entropy(probabilities.log(), y)
+
+
+@dataclass(frozen=True)
+class InPlace(Classification):
+    def loss(self, outputs, batch):
+        return super().loss(outputs.mul_(2), batch)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (lambda o, y: in_place(o.exp_(), y), "modified by an inplace operation"),
+        (lambda o, y: F.cross_entropy(o.softmax(1).mul_(2), y), "modified by an inplace operation"),
+        (InPlace(), "changes the outputs in place, and the net's gradient needs them; copy them"),
+    ],
+)
+def test_a_loss_without_a_gradient_is_blamed_and_not_the_net(config, task, message):
+    net = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid())
+    with pytest.raises(ConfigError, match=rf"^task: loss of .*{message}"):
+        trained(config, task=task, model=net)
+
+
+class Overwriting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        values = self.linear(x).sigmoid()
+        return values.mul_(2) + 1
+
+
+def test_a_net_without_a_gradient_is_blamed_and_not_the_loss(config):
+    with pytest.raises(ConfigError, match=r"^model: .*modified by an inplace operation"):
+        trained(config, task=F.cross_entropy, model=Overwriting())
+
+
+@pytest.mark.parametrize(
+    ("y", "outputs", "fix"),
+    [
+        (Y, 5, r"give their number with the data, classes=5, or set task\.like to any"),
+        (Y[:, None], 3, r"write y\[:, 0\], or set task\.like to any"),
+        (Y[:, None] * 1.0, 3, r"write y\[:, 0\]\.astype\(int\), or set task\.like to any"),
+    ],
+)
+@pytest.mark.parametrize("task", [nn.CrossEntropyLoss(), lambda o, y: F.cross_entropy(o, y)])
+def test_labels_that_do_not_fit_the_outputs_of_an_own_loss_have_a_fix(
+    config, task, y, outputs, fix
+):
+    with pytest.raises(ConfigError, match=rf"\[2, {outputs}\], but task .*; .*{fix}"):
+        trained(config, task=task, data=(X, y, X, y), model=nn.Linear(4, outputs))
 
 
 class Pairs(nn.Module):

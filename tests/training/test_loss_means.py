@@ -508,6 +508,50 @@ def test_clients_are_evaluated_by_the_functions_own_value(loss):
     assert result.history[-1]["clients/loss"] == pytest.approx(np.mean(values), rel=1e-9)
 
 
+def of_first(outputs, y, least=1):
+    """The mean over the examples of class 0; 0 without any."""
+    counted = y == 0
+    values = F.cross_entropy(outputs, y, reduction="none") * counted
+    return values.sum() / counted.sum().clamp(min=least)
+
+
+def of_first_or_five(outputs, y):
+    return of_first(outputs, y) + 5.0 * (y != 0).all()
+
+
+def of_real(outputs, y):
+    values = F.cross_entropy(outputs, y, ignore_index=-100, reduction="sum")
+    return values / (y >= 0).sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("mode", ["loop", "pooled"])
+@pytest.mark.parametrize(
+    ("loss", "y", "uncounted"),
+    [
+        (of_first, LABELS, 1),
+        (of_first_or_five, LABELS, 2),
+        (functools.partial(of_first, least=5), LABELS, 1),
+        (of_real, SOME_IGNORED, -100),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0, 3.0]).double()), LABELS, 1),
+        (nn.CrossEntropyLoss(ignore_index=0), LABELS, 0),
+        (nn.CrossEntropyLoss(), SOME_IGNORED, -100),
+    ],
+)
+def test_a_set_without_targets_that_count_has_the_functions_own_value(loss, y, uncounted, mode):
+    y = y.copy()
+    y[N:] = y[PARTS[3]] = uncounted
+    is_of_batches = loss is of_first_or_five or isinstance(loss, functools.partial)
+    source = config(loss, y, mode="loop" if is_of_batches else mode, steps=1, rounds=1)
+    result = raysim.run(source, tracking=False)
+    trained_net, first = result.net().double(), net(loss, y).double()
+    with torch.no_grad():
+        value = loss(trained_net(torch.tensor(X[N:])), torch.tensor(y[N:]))
+        of_clients = [loss(first(torch.tensor(X[p])), torch.tensor(y[p])) for p in PARTS]
+    np.testing.assert_allclose(result.history[-1]["loss"], value, rtol=1e-9)
+    if not isinstance(loss, nn.Module):  # torch divides 0 by 0
+        assert result.history[-1]["train_loss"] == pytest.approx(np.mean(of_clients), rel=1e-9)
+
+
 # -- what a rule asks for --------------------------------------------------------------------------
 
 
@@ -613,6 +657,7 @@ TOKEN_LOSSES = {
     "ignored in the vocabulary": (nn.CrossEntropyLoss(ignore_index=0), 0, "flat"),
     "weights": (nn.CrossEntropyLoss(weight=TOKEN_WEIGHTS.float().double()), -100, "flat"),
     "sum": (nn.CrossEntropyLoss(reduction="sum"), -100, "flat"),
+    "guarded": (of_real, -100, "flat"),
     "flat inside": (lambda o, y: F.cross_entropy(o.flatten(0, 1), y.flatten(), ignore_index=-1), -1, "as it is"),
     "classes first": (lambda o, y: F.cross_entropy(o.transpose(1, 2), y), -100, "as it is"),
 }  # fmt: skip
@@ -654,6 +699,17 @@ def test_a_loss_of_tokens_is_the_functions_mean_over_all_of_them(name, mode):
     with torch.no_grad():
         right = float(value(server, np.arange(N, N + 25)))
     assert result.history[-1]["loss"] == pytest.approx(right, rel=1e-9)
+
+
+@pytest.mark.parametrize("loss", [of_real, nn.CrossEntropyLoss()])
+def test_sequences_of_padding_alone_have_the_functions_own_value(loss):
+    y = np.where(REAL[:N], NEXT[:N], -100)
+    padding = np.full((4, LENGTH), -100)
+    data = TOKENS[:N], y, TOKENS[:4], padding
+    result = trained(loss, LABELS, rounds=1, steps=1, data=data, model=TokenNet())
+    outputs = torch.zeros(padding.size, VOCABULARY)
+    expected = loss(outputs, torch.tensor(padding.flatten()))
+    np.testing.assert_allclose(result.history[-1]["loss"], expected)
 
 
 def test_a_loss_that_couples_tokens_is_refused():

@@ -207,7 +207,7 @@ def _pass(
     """Make a training pass and its gradient."""
     outputs, of_layers = _layers(net, run)
     # A loss that draws random numbers is refused later, by its own name.
-    generators = GlobalGenerators()
+    generators, version = GlobalGenerators(), outputs._version
     loss = _mean_loss(model, outputs, x, y)
     generators.restore()
     if outputs.requires_grad and not loss.requires_grad:
@@ -221,7 +221,11 @@ def _pass(
             f"{model.label} has a loss that depends on none of its trained parameters; look for "
             "no_grad() or detach() in forward"
         )
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    try:
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    except RuntimeError:
+        _refuse_gradient_of_loss(model, outputs, outputs._version != version, x, y)
+        raise
     for name, gradient in zip(model.names, gradients, strict=True):
         if gradient is not None and gradient.is_sparse:
             raise ConfigError(
@@ -229,6 +233,19 @@ def _pass(
                 "needs dense ones; set sparse=False"
             )
     return Pass(outputs.detach(), list(gradients), of_layers)
+
+
+def _refuse_gradient_of_loss(
+    model: Model, outputs: Tensor, is_changed: bool, x: Tensor, y: Tensor
+) -> None:
+    """Refuse a loss that has no gradient by outputs, or has changed those that a net needs."""
+    if is_changed:
+        why = "it changes the outputs in place, and the net's gradient needs them; copy them first"
+        raise failed_loss(model.learning_task, outputs, why, str(len(y)))
+    at = outputs.detach().clone().requires_grad_()
+    loss = _mean_loss(model, at.clone(), x, y)
+    with failing_as(lambda why: failed_loss(model.learning_task, outputs, why, str(len(y)))):
+        torch.autograd.grad(loss, at)
 
 
 def _mean_loss(model: Model, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:

@@ -154,6 +154,14 @@ class LearningTask:
         """
         return None
 
+    @property
+    def zero_denominator(self) -> float:
+        """The number by which a sum of losses whose weights are all 0 is divided.
+
+        By default NaN: the mean is 0 / 0. A loss such as sum / weights.sum().clamp(min=1) has 1.
+        """
+        return float("nan")
+
     def batch_losses(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the examples' parts of the batch's loss, [B]; `batch.mean` of them is the loss.
 

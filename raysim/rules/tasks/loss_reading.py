@@ -134,7 +134,7 @@ def _read(loss: UserLoss, shape: tuple[int, ...], y: Tensor, classes: int) -> Lo
             value = value_or_none(loss, wide, targets)
             has_wide = value is not None and bool(torch.isfinite(value))
             compared = (outputs, wide) if has_wide else (outputs,)
-            for reading in _readings(loss, outputs, classes):
+            for reading in _readings(loss, outputs, targets, classes):
                 if all(_explains(loss, reading, at, targets) for at in compared):
                     return reading
             break
@@ -155,7 +155,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return 1e-9 if dtype == torch.float64 else 1e-4
 
 
-def _readings(loss: UserLoss, outputs: Tensor, classes: int) -> Iterator[LossReading]:
+def _readings(loss: UserLoss, outputs: Tensor, y: Tensor, classes: int) -> Iterator[LossReading]:
     """Yield readings that may explain a function, the usual ones first."""
     ways: tuple[Literal["none", "alone"], ...] = ("none", "alone")
     for way in ways if loss.takes_reduction else ways[1:]:
@@ -163,7 +163,24 @@ def _readings(loss: UserLoss, outputs: Tensor, classes: int) -> Iterator[LossRea
         yield LossReading(way, "sum", "sum")
         yield LossReading(way, "mean", "sum")
         if classes and (weighted := _weighted(loss, way, outputs[0], classes)) is not None:
-            yield weighted
+            labels = torch.arange(classes)[torch.tensor(weighted.weights) == 0]
+            uncounted = torch.cat([labels[:MIN_PROBES], y[(y < 0) | (y >= classes)]])
+            yield replace(weighted, is_guarded=is_guarded(loss, uncounted, classes))
+
+
+def is_guarded(loss: UserLoss, uncounted: Tensor, classes: int) -> bool:
+    """Return whether a function has a finite loss of targets that do not count, and not 0 / 0.
+
+    Args:
+        loss: the loss function.
+        uncounted: labels of weight 0, and labels that the function ignores, [n].
+        classes: number of classes.
+    """
+    for dtype in TYPES if len(uncounted) else ():
+        value = value_or_none(loss, made_up((len(uncounted), classes), dtype), uncounted)
+        if value is not None:
+            return bool(value.isfinite())
+    return False
 
 
 def _weighted(
@@ -259,12 +276,19 @@ def _explains(loss: UserLoss, reading: LossReading, outputs: Tensor, y: Tensor) 
         return False
     if values.shape != (len(y),) or not values.requires_grad:
         return False
+    tolerance = tolerance_of(outputs.dtype)
+    return all(_same(loss, reading, (read_at, values), y, p, tolerance) for p in _parts(reading, y))
+
+
+def _parts(reading: LossReading, y: Tensor) -> Iterator[Tensor]:
+    """Yield positions of parts of a batch, also those whose denominators are the smallest."""
     order = torch.from_numpy(generator(0, "loss parts").permutation(len(y)))
     for size in sorted({len(y), (len(y) + 1) // 2, min(3, len(y)), 1}):
-        part = order[:size].sort().values.to(y.device)
-        if not _same(loss, reading, (read_at, values), y, part, tolerance_of(outputs.dtype)):
-            return False
-    return True
+        yield order[:size].sort().values.to(y.device)
+    if (weights := reading.label_weights(y)) is not None:
+        if (weights == 0).any():
+            yield (weights == 0).nonzero()[:, 0]
+        yield torch.where(weights > 0, weights, torch.inf).argmin()[None]
 
 
 def _same(
@@ -287,13 +311,14 @@ def _same(
     """
     outputs, values = read
     weights = reading.label_weights(y[part])
-    total = values[part].sum()
+    total, is_unguarded = values[part].sum(), False
     if reading.reduction == "mean":
         denominator = float(len(part) if weights is None else weights.sum())
-        if denominator == 0:  # torch divides 0 by 0
-            return True
-        total = total / denominator
+        is_unguarded = denominator == 0 and not reading.is_guarded
+        total = total / (denominator or 1.0)
     own, own_gradient = _with_gradient(loss, outputs.detach()[part], y[part])
+    if is_unguarded:  # torch divides 0 by 0; some functions fail
+        return own is None or bool(own.isnan())
     if own is None:
         return False
     gradient = torch.autograd.grad(total, outputs, retain_graph=True)[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from raysim.rules.batch import Batch
 from raysim.rules.tasks.learning_task import LearningTask, LossReduction, TaskData
-from raysim.rules.tasks.loss_reading import agrees, read_labels, read_numbers
+from raysim.rules.tasks.loss_reading import agrees, is_guarded, read_labels, read_numbers
 from raysim.rules.tasks.loss_targets import (
     class_labels,
     ignored_token,
@@ -118,6 +118,11 @@ class LossTask(LearningTask):
     def mean_weights(self, y: Tensor) -> Tensor | None:
         """Return each example's weight in the mean, [B]. See `LearningTask.mean_weights`."""
         return self.reading.label_weights(y)
+
+    @property
+    def zero_denominator(self) -> float:
+        """The number that stands for a denominator of 0. See `LearningTask.zero_denominator`."""
+        return 1.0 if self.reading.is_guarded else super().zero_denominator
 
     def single_losses(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return each example's loss by itself, [B]. See `LearningTask.single_losses`.
@@ -260,6 +265,7 @@ def make_loss_task(
         ignored = ignored_token(UserLoss(function, reading.of_sequences), data)
         if ignored is not None and task.ignore_index not in data.y:
             task = dataclasses.replace(task, ignore_index=ignored)
+        reading = _guarded_padding(reading, function, ignored, task.outputs(data))
     elif like == ANY:
         reading = LossReading("alone", "batch")
     elif data.y.dtype.kind in "biuf" and data.y.ndim in (1, 2) and len(data.y):
@@ -281,6 +287,18 @@ def _of_tokens(loss: UserLoss, name: str, vocabulary: int) -> LossReading:
             "function of outputs [n, vocabulary] and tokens [n] that is one"
         )
     return reading
+
+
+def _guarded_padding(
+    reading: LossReading, function: LossFunction, ignored: int | None, vocabulary: int
+) -> LossReading:
+    """Return a reading of tokens that knows whether a batch of padding alone has a loss."""
+    if reading.is_guarded or ignored is None:
+        return reading
+    loss = UserLoss(function, reading.of_sequences)
+    return dataclasses.replace(
+        reading, is_guarded=is_guarded(loss, torch.tensor([ignored]), vocabulary)
+    )
 
 
 def with_loss(

@@ -43,7 +43,7 @@ class Classification(LearningTask):
             if y.ndim != 1 or y.dtype.kind not in "iu":
                 raise ValueError(
                     f"the {half} examples have y of type {y.dtype} and shape {list(y.shape)}, "
-                    f"expected one integer label for each example, [n]; {_as_labels(y)}see "
+                    f"expected one integer label for each example, [n]; {as_labels(y)}see "
                     "task=multilabel, regression, next_token, or a loss function as task"
                 )
         if not data.n_classes:
@@ -283,8 +283,12 @@ def _columns(data: TaskData) -> int:
     return data.y.shape[1] if data.y.ndim == 2 else 1
 
 
-def _as_labels(y: np.ndarray) -> str:
-    """Return how targets become labels, [n], as the beginning of a fix; "" if they are none."""
+def as_labels(y: np.ndarray) -> str:
+    """Return how targets become labels, [n], as the beginning of a fix; "" if they are none.
+
+    Args:
+        y: the targets, [n, ...].
+    """
     column = ""
     if y.ndim == 2 and y.shape[1] == 1:
         column, y = "[:, 0]", y[:, 0]

@@ -38,6 +38,8 @@ class LossReading:
     """Number of classes; 0: that of the data set."""
     ignored: tuple[int, ...] = ()
     """Labels outside of the classes that occur in the data and that the function ignores."""
+    is_guarded: bool = False
+    """True if a denominator of 0, as of ignored labels alone, counts as 1; else the loss is NaN."""
     is_cross_entropy: bool = False
     """True if the losses are the plain cross-entropies of the labels."""
     of_sequences: bool = False

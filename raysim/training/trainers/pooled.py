@@ -121,7 +121,7 @@ def gradient(bound: BoundModel, pool: PooledBatch) -> tuple[Tensor, list[float]]
     bound.frame.features = None
     all_losses = torch.cat(losses).double().cpu().numpy()
     return total, [
-        all_losses[start:stop].sum() / (denominator or np.nan)
+        all_losses[start:stop].sum() / (denominator or bound.model.learning_task.zero_denominator)
         for (start, stop), denominator in zip(pairwise(bounds), denominators.tolist(), strict=True)
     ]
 
