@@ -270,6 +270,27 @@ MUTATIONS = (
         ("tests/runs/test_damaged_files.py",),
     ),
     Mutation(
+        "objects: what a run has changed counts",
+        "raysim/config/objects/description.py",
+        "            if content != known:",
+        "            if content == known:",
+        ("tests/runs/test_objects_given_again.py",),
+    ),
+    Mutation(
+        "metrics: one order of the targets decides what is paired",
+        "raysim/rules/tasks/function_metric.py",
+        "FEW, ORDERS = 64, 8",
+        "FEW, ORDERS = 64, 1",
+        ("tests/engine/test_function_metrics.py",),
+    ),
+    Mutation(
+        "images: a net that computes something else in channels_last gets it",
+        "raysim/models/memory_format.py",
+        "SAME = 1e-3",
+        "SAME = 1e9",
+        ("tests/models/test_memory_format.py",),
+    ),
+    Mutation(
         "checkpoint: the oldest are kept, not the newest",
         "raysim/engine/state/checkpoint.py",
         "set(available[-keep:])",
