@@ -210,7 +210,7 @@ class Model:
         trained = self.as_trained(x).clone()
         before = trained.clone(), trained._version
         with torch.no_grad():
-            outputs = bound.forward(trained, "train", self.initial()[1])
+            outputs = bound.forward(trained, "train", self.initial_buffers())
         # A change by `x.data` does not count as a version.
         if trained._version != before[1] or not same_values(trained, before[0]):
             self.changes_inputs = True
@@ -226,7 +226,7 @@ class Model:
         """Return a function that makes a pass at the first parameters and statistics."""
         bound = BoundModel(self)
         bound.w.copy_(self.initial()[0])
-        return lambda x, mode: bound.forward(x, mode, self.initial()[1])
+        return lambda x, mode: bound.forward(x, mode, self.initial_buffers())
 
     def as_trained(self, x: Tensor) -> Tensor:
         """Return inputs in the memory format in which the net trains.
