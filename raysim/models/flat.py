@@ -150,16 +150,20 @@ class Model:
             self.classifier.register_forward_pre_hook(NoteFeatures(self.frame))
         self.output_shape = self.learning_task.output_shape(shape, classes)
         """Shape of the output for one example; None if any will do."""
-        is_vector = self.output_shape is not None and len(self.output_shape) == 1
-        is_learned = len(self.classifier_names) < len(self.names)
-        self.features = self.classifier.in_features if self.classifier else 0
+        self.features = self._features()
         """F, the size of the learned representation of an example; 0 without a linear classifier on
         one."""
-        if not (is_learned and is_vector):
-            self.features = 0
         with tensors_on(self.device):
             self.dropouts = self._dry_run()
         """The mask of every dropout, in the order of calls; none for one of rate 0."""
+
+    def _features(self) -> int:
+        """Return the size of the learned representation of an example, or 0."""
+        is_vector = self.output_shape is not None and len(self.output_shape) == 1
+        is_learned = len(self.classifier_names) < len(self.names)
+        if self.classifier is None or not (is_vector and is_learned):
+            return 0
+        return self.classifier.in_features
 
     def _dry_run(self) -> list[DropoutMask]:
         """Run two examples, refuse outputs that do not fit the task, return the dropouts."""

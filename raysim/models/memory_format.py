@@ -1,4 +1,4 @@
-"""Whether images may have the memory format in which convolutions are fastest on a CPU."""
+"""Choice of the memory format of images: convolutions on a CPU are fastest in channels_last."""
 
 from __future__ import annotations
 

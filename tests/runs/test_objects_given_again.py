@@ -22,7 +22,7 @@ X = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 Y = np.arange(40) % 3
 
 Script = dict[str, Any]
-"""What a script has defined, by name."""
+"""The variables of a script by name."""
 
 
 @pytest.fixture

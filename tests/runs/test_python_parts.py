@@ -540,10 +540,11 @@ def test_a_run_with_an_unreadable_object_says_why_it_is_not_resumed(config, monk
 
         done = trained(config, task=loss, run_dir=str(tmp_path / "a"), rounds=2)
     monkeypatch.setattr(python_objects, "_OBJECTS", {})
-    with pytest.raises(
-        ConfigError, match=r"task.name: .* holds a TextIOWrapper.*; start a new run"
-    ):
-        raysim.resume(done.run_dir, {"rounds": 3})
+    for again in ({}, {"task": loss}):  # with the file closed, too
+        with pytest.raises(
+            ConfigError, match=r"task.name: .* holds a TextIOWrapper, .* be read; start a new run"
+        ):
+            raysim.resume(done.run_dir, {"rounds": 3, **again})
 
 
 def test_a_net_is_loaded_with_its_object(config, monkeypatch, tmp_path):

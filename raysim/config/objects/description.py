@@ -1,4 +1,4 @@
-"""What identifies an object of Python: sources, and the values that they refer to, in any depth.
+"""Descriptions of objects that are given from Python; equal descriptions mean one object.
 
 A description covers the source of the object and of what it uses, the values that it refers to, and
 the weights of a net. What a run itself has changed, such as a counter of calls or a table of known
@@ -60,8 +60,9 @@ Values = Mapping[str, Mapping[str, bytes]]
 """Contents of variables and attributes, by the class or function that has them, by name."""
 
 _BEFORE_RUNS: dict[tuple[str, str, bytes], tuple[bytes, frozenset[str]]] = {}
-"""What a value was before a run, by what has it, its name, and its content after the run; with the
-classes and functions that its object used before the run."""
+"""Values that runs have changed. The key is the class or function with the value, its name, and its
+content after the run; the entry is its content before, with the classes and functions that the
+object used then."""
 
 
 def note_changes(value: Any, before: Values) -> None:
@@ -138,7 +139,7 @@ class Description:
         return content_before
 
     def content(self, value: Any) -> bytes:
-        """Return what identifies a value; for code its name, as its source is told apart."""
+        """Return a value as bytes; of code only its name, since `texts` has the source."""
         if type(value) in PLAIN:
             return repr(value).encode()
         if inspect.ismodule(value) or isinstance(value, WEAK):

@@ -1,7 +1,7 @@
-"""What cloudpickle cannot store, or stores by a name that another process does not have.
+"""Pickling of caches and of a few other objects that classes and functions of a script hold.
 
-It stores classes and functions of a notebook or a script by their content. What they hold is
-stored as `copyreg` says.
+cloudpickle stores such classes and functions by their content, so that another process gets them.
+It stores a cached function by a name of `__main__`, which that process lacks, and fails for others.
 """
 
 from __future__ import annotations

@@ -119,8 +119,10 @@ def find(name: str, key: str) -> PythonObject:
         ObjectMissing: this process has no such object.
     """
     if name not in _OBJECTS:
+        # What an object with unreadable content differs in cannot be told.
+        can_be_told = UNREADABLE not in name
         alike = [kept for known, kept in _OBJECTS.items() if label_of(known) == label_of(name)]
-        raise ObjectMissing(name, key, alike[-1] if alike else None)
+        raise ObjectMissing(name, key, alike[-1] if alike and can_be_told else None)
     found, used = _OBJECTS[name], _IN_USE.get()
     if used is not None and name not in used:
         used[name] = found.value, Description(found.value).values

@@ -23,7 +23,7 @@ PADDING_Y = -100
 """Token that pads sequences of targets; the task `next_token` leaves it out (`ignore_index`)."""
 
 ONE_SHAPE = "crop or pad them to one shape"
-"""What to do about rows of different shapes, for errors."""
+"""Fix in errors about rows of different shapes."""
 
 NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 """Types of torch that NumPy has."""

@@ -16,7 +16,7 @@ meter = None
 
 
 class Meter:
-    """What the first call creates."""
+    """An object that the first call creates."""
 
     n = 0
 
