@@ -511,14 +511,34 @@ def test_each_edit_gives_an_object_of_a_notebook_another_name(source, old, new):
     assert named(source) == named(source) != named(source.replace(old, new))
 
 
-def test_an_edited_module_that_a_script_imports_gives_another_name(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("outside", "inside", "use"),
+    [
+        ("import own_helper as h", "", "h.scale"),
+        ("", "import own_helper as h", "h.scale"),
+        ("", "from own_helper import scale as s", "s"),
+        ("", "import own_helper, torch, no_such_module", "own_helper.scale"),
+        ("", "from . import own_helper", "own_helper.scale"),
+    ],
+)
+def test_an_edited_module_that_is_imported_gives_another_name(
+    outside, inside, use, source, tmp_path, monkeypatch
+):
+    """Also by an import inside the function."""
+    package = tmp_path / "own_package"
+    package.mkdir()
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(package)
     names = set()
     for factor in "112":
-        source("own_helper", f"FACTOR = {factor}\ndef scale(x):\n    return x * FACTOR\n")
-        monkeypatch.delitem(sys.modules, "own_helper", raising=False)
-        names.add(named(f"import own_helper as h\n{FUNCTION.format('h.scale(x)')}"))
-        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        text = f"FACTOR = {factor}\ndef scale(x):\n    return x * FACTOR\n"
+        source("own_package/own_helper", text)
+        for module in ("own_helper", "own_package", "own_package.own_helper"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
+        if "from ." in inside:
+            outside = "__package__ = 'own_package'"
+        names.add(named(f"{outside}\ndef made(x):\n    {inside}\n    return {use}(x)"))
+        shutil.rmtree(package / "__pycache__", ignore_errors=True)
     assert len(names) == 2
 
 

@@ -12,11 +12,12 @@ import copyreg
 import dis
 import functools
 import hashlib
+import importlib.util
 import inspect
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from raysim.config.distributions import distribution_of
@@ -320,7 +321,7 @@ def _members(cls: type) -> dict[str, Any]:
 
 
 def _references(function: FunctionType) -> dict[str, Any]:
-    """Return the globals, the closure and the defaults that a function refers to, by name.
+    """Return the globals, imports, closure and defaults that a function refers to, by name.
 
     Of a function that a library has made, only the closure counts.
     """
@@ -328,6 +329,7 @@ def _references(function: FunctionType) -> dict[str, Any]:
     if _is_of_user(function):
         known = function.__globals__
         values = {name: known[name] for name in _variables(code) if name in known}
+        values |= _imports(function)
         values |= {f"default-{k}": v for k, v in enumerate(function.__defaults__ or ())}
         values |= {f"default-{k}": v for k, v in (function.__kwdefaults__ or {}).items()}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -336,7 +338,7 @@ def _references(function: FunctionType) -> dict[str, Any]:
         except ValueError:  # not assigned yet
             continue
     values.pop("__class__", None)
-    return dict(_with_attributes(values, _names(code)))
+    return dict(_with_attributes(values, used_names(code)))
 
 
 def _with_attributes(values: Mapping[str, Any], used: set[str]) -> Iterator[tuple[str, Any]]:
@@ -404,17 +406,48 @@ def _code_text(code: CodeType) -> bytes:
     return _framed(f"{code.co_name} {code.co_code.hex()} {code.co_names}".encode(), constants)
 
 
+def used_names(code: CodeType) -> set[str]:
+    """Return all names that a function's code uses, inner functions included.
+
+    Args:
+        code: the code.
+    """
+    return {name for part in _codes(code) for name in part.co_names}
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a function's code, and that of the functions and classes inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
 def _variables(code: CodeType) -> set[str]:
     """Return the globals that a function's code reads, inner functions included; no attributes."""
-    own = {step.argval for step in dis.get_instructions(code) if step.opname in LOADS}
-    inner = [_variables(c) for c in code.co_consts if isinstance(c, CodeType)]
-    return own.union(*inner)
+    steps = [step for part in _codes(code) for step in dis.get_instructions(part)]
+    return {step.argval for step in steps if step.opname in LOADS}
 
 
-def _names(code: CodeType) -> set[str]:
-    """Return all names that a function's code uses, inner functions included."""
-    inner = [_names(c) for c in code.co_consts if isinstance(c, CodeType)]
-    return set(code.co_names).union(*inner)
+def _imports(function: FunctionType) -> dict[str, ModuleType]:
+    """Return the user's modules that a function imports when it is called, by name."""
+    known = function.__globals__
+    modules = {}
+    for part in _codes(function.__code__):
+        steps = [step for step in dis.get_instructions(part) if step.opname != "EXTENDED_ARG"]
+        for i in range(2, len(steps)):
+            if steps[i].opname != "IMPORT_NAME":
+                continue
+            level, attributes, name = (step.argval for step in steps[i - 2 : i + 1])
+            if not _is_users_module(known.get("__package__") if level else name):
+                continue
+            try:
+                __import__(name, known, None, attributes, level)
+                name = importlib.util.resolve_name("." * level + name, known.get("__package__"))
+            except Exception:  # the function may know what to do without the module
+                continue
+            modules[name] = sys.modules[name]
+    return modules
 
 
 def _is_told_by_source(name: str, value: Any) -> bool:

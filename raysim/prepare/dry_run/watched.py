@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from raysim.config.objects.description import used_names
 from raysim.errors import ContractError, place_of_error
 from raysim.models.comparison import same_values
 from raysim.rules.batch import Batch
@@ -228,7 +229,8 @@ def check_used(rule: ClientRule) -> None:
         is_own = overridden(rule, [user]) and used in vars(type(rule))
         is_derived = issubclass(definers[used], definers[user])
         # It may call it in later rounds only, perhaps by the base class.
-        names = _names_in(getattr(vars(definers[user])[user], "__code__", None))
+        code = getattr(vars(definers[user])[user], "__code__", None)
+        names = used_names(code) if isinstance(code, CodeType) else set()
         if is_own and is_derived and used not in called and not {used, "super"} & names:
             raise breach(
                 rule,
@@ -236,13 +238,6 @@ def check_used(rule: ClientRule) -> None:
                 f"has no effect, because `{user}` of {definers[user].__name__} does not call it; "
                 f"define `{user}` too, or leave out `{used}`",
             )
-
-
-def _names_in(code: Any) -> set[str]:
-    """Return the names that code uses, also in functions inside it; none for what is no code."""
-    if not isinstance(code, CodeType):
-        return set()
-    return set(code.co_names).union(*map(_names_in, code.co_consts))
 
 
 class _Argument:
