@@ -108,7 +108,7 @@ def _summed(series: Series, rounds: Container[int]) -> Series:
 def _is_kept(name: str) -> bool:
     """Return True if a row keeps a metric."""
     metric = find_metric(name)
-    if metric is None or metric.users_own or name in KEPT_OF_EVERY_ROUND:
+    if metric is None or metric.users_own or metric.is_count or name in KEPT_OF_EVERY_ROUND:
         return True
     return not metric.logged.startswith("every round") and not name.startswith("system/")
 

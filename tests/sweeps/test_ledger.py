@@ -311,12 +311,14 @@ def test_metrics_of_every_round_are_kept_where_something_is_evaluated():
         record |= {"loss": 0.1} if t in (2, 4) else {}
         record |= {"theory/f": 2.0} if t == 3 else {}
         record |= {"server/mine": float(t)} if t > 1 else {}
+        record |= {"system/checkpoints_failed": t - 4} if t > 4 else {}
     assert kept_history(records) == {
         "train_loss": {t: t / 7 for t in (2, 3, 4, 6)},
         "system/round_seconds": {2: 1.0, 3: 0.5, 4: 0.5, 6: 1.0},
         "loss": {2: 0.1, 4: 0.1},
         "theory/f": {3: 2.0},
         "server/mine": {2: 2.0, 3: 3.0, 4: 4.0, 6: 6.0},
+        "system/checkpoints_failed": {6: 2},
     }
 
 
