@@ -300,8 +300,8 @@ MUTATIONS = (
     Mutation(
         "checkpoint: those of the resumed round are removed too",
         "raysim/engine/state/checkpoint.py",
-        "path.name > checkpoint_name(round)",
-        "path.name >= checkpoint_name(round)",
+        "if number > round:",
+        "if number >= round:",
         ("tests/runs/test_run.py", "tests/engine/test_client_store.py"),
     ),
     # Numerics

@@ -29,6 +29,7 @@ from raysim.errors import ConfigError
 from raysim.rules.batch import Batch
 from raysim.rules.contract import overridden
 from raysim.rules.losses import task_loss
+from raysim.system import files
 from raysim.system.json_files import read_json
 
 if TYPE_CHECKING:
@@ -271,8 +272,6 @@ def read_forgetting(run_dir: Path) -> dict[int, dict[str, list[float]]]:
     Args:
         run_dir: the folder of the run.
     """
-    files = sorted((run_dir / "forgetting").glob("round-*.json"))
     remedy = "remove it, and that round is missing in the table and the picture"
-    return {
-        int(file.stem.removeprefix("round-")): read_json(file, _Measured, remedy) for file in files
-    }
+    of_rounds = files.of_rounds(run_dir / "forgetting", ".json")
+    return {t: read_json(file, _Measured, remedy) for t, file in of_rounds.items()}

@@ -22,6 +22,7 @@ from torch import Tensor
 from raysim.engine.plan import Probe
 from raysim.errors import ConfigError
 from raysim.rules.contract import overridden
+from raysim.system import files
 from raysim.training.messages import Broadcast
 
 if TYPE_CHECKING:
@@ -176,23 +177,22 @@ def read_observations(run_dir: Path, t: int | None = None) -> list[Observation]:
     Raises:
         ConfigError: the run has no recorded updates, or none of round `t`, or the file is damaged.
     """
-    files = sorted((run_dir / "updates").glob(f"round-{'[0-9]' * 6}.safetensors"))
-    rounds = [int(file.stem.removeprefix("round-")) for file in files]
-    if not files:
+    of_rounds = files.of_rounds(run_dir / "updates", ".safetensors")
+    if not of_rounds:
         raise ConfigError(
             f"{run_dir} holds no updates; run it again with 'record_updates.rounds=[0]', which "
             "records those of the first round"
         )
-    if t is not None and t not in rounds:
+    if t is not None and t not in of_rounds:
         raise ConfigError(
-            f"{run_dir} holds no updates of round {t}, only of {', '.join(map(str, rounds))}"
+            f"{run_dir} holds no updates of round {t}, only of {', '.join(map(str, of_rounds))}"
         )
-    t = rounds[0] if t is None else t
+    t = min(of_rounds) if t is None else t
     try:
-        return _read_round(files[rounds.index(t)], t)
+        return _read_round(of_rounds[t], t)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{files[rounds.index(t)]} is damaged ({error}); run it again, or attack another round"
+            f"{of_rounds[t]} is damaged ({error}); run it again, or attack another round"
         ) from None
 
 

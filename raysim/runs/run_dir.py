@@ -115,7 +115,8 @@ def how_to_continue(folder: Path) -> str:
     Args:
         folder: the folder of the run.
     """
-    saved, quoted = checkpoint.available_checkpoints(folder), shlex.quote(str(folder))
+    saved = files.of_rounds(checkpoint.checkpoints_folder(folder))
+    quoted = shlex.quote(str(folder))
     if not saved:
         return (
             f"what was done is kept in {folder}, without a checkpoint; `raysim resume {quoted}` "
@@ -123,7 +124,7 @@ def how_to_continue(folder: Path) -> str:
         )
     return (
         f"what was done is kept in {folder}; `raysim resume {quoted}` continues after round "
-        f"{int(saved[-1].name.removeprefix('round-'))}, and `raysim resume {quoted} --fork "
+        f"{max(saved)}, and `raysim resume {quoted} --fork "
         "KEY=VALUE` does so as a new run with other keys or changed code"
     )
 

@@ -34,6 +34,22 @@ def numbered(stem: Path) -> Iterator[Path]:
         yield stem.with_name(f"{stem.name}-{number}")
 
 
+def of_rounds(folder: Path, suffix: str = "") -> dict[int, Path]:
+    """Return the paths `round-<number><suffix>` in a folder, by ascending numbers.
+
+    Args:
+        folder: the folder, which need not exist.
+        suffix: end of the names, such as ".json".
+    """
+    paths = {}
+    for path in folder.glob(f"round-*{suffix}"):
+        number = path.name.removeprefix("round-").removesuffix(suffix)
+        if number.isdecimal():
+            paths[int(number)] = path
+    # By number, since names of more digits stand before others.
+    return dict(sorted(paths.items()))
+
+
 def is_path(text: str) -> bool:
     """Return whether a text is the path of an existing file or folder.
 

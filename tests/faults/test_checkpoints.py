@@ -127,6 +127,17 @@ def test_each_checkpoint_that_cannot_be_used_is_named_and_the_one_before_taken(
             )
 
 
+def test_checkpoints_are_in_the_order_of_rounds_also_after_a_million(stopped):
+    """Their names have six digits, or seven; a folder of somebody else's is left alone."""
+    home = checkpoint.checkpoints_folder(stopped)
+    newest = checkpoint.available_checkpoints(stopped)[-1]
+    for name in (999_999, 1_000_000, "old"):
+        shutil.copytree(newest, home / f"round-{name}")
+    assert checkpoint_rounds(stopped)[-2:] == [999_999, 1_000_000]
+    checkpoint.remove_after(stopped, 999_999)
+    assert checkpoint_rounds(stopped)[-1] == 999_999 and (home / "round-old").exists()
+
+
 def test_a_run_goes_on_from_an_earlier_checkpoint_to_the_same_end(stopped, halfway):
     """Though later ones were damaged, and rows on disk have been written since."""
     for damage, path in zip(

@@ -67,8 +67,8 @@ class ClientEvaluations:
         """How many clients with training examples have none for a test or for validation."""
         self.ids = self._choose(plan.clients, self.asked.sample)
         """The clients that are evaluated, in ascending order."""
-        for path in tables(run_dir):
-            if _round_of(path) > rounds_done:
+        for t, path in tables(run_dir).items():
+            if t > rounds_done:
                 path.unlink()
 
     def _choose(self, clients: Clients, n: int | None) -> list[int]:
@@ -316,13 +316,13 @@ def figures(weighted: list[tuple[float, int]], larger_is_better: bool) -> dict[s
     }
 
 
-def tables(run_dir: Path | None) -> list[Path]:
-    """Return the files of a run's tables of clients, in the order of rounds.
+def tables(run_dir: Path | None) -> dict[int, Path]:
+    """Return the files of a run's tables of clients by round, in ascending order.
 
     Args:
         run_dir: the folder of the run; None if it has none.
     """
-    return sorted((run_dir / TABLES_FOLDER).glob("round-*.parquet")) if run_dir else []
+    return files.of_rounds(run_dir / TABLES_FOLDER, ".parquet") if run_dir else {}
 
 
 def read_clients(run_dir: Path) -> pd.DataFrame:
@@ -341,14 +341,14 @@ def read_clients(run_dir: Path) -> pd.DataFrame:
     """
     import pandas as pd
 
-    files = tables(run_dir)
-    if not files:
+    of_rounds = tables(run_dir)
+    if not of_rounds:
         raise ConfigError(
             f"{run_dir}: no clients were evaluated in this run; set evaluate.clients and "
             "partition.test"
         )
     read = []
-    for path in files:
+    for path in of_rounds.values():
         try:
             read.append(pd.read_parquet(path))
         except (OSError, ValueError) as error:
@@ -357,8 +357,3 @@ def read_clients(run_dir: Path) -> pd.DataFrame:
                 "in the table"
             ) from None
     return pd.concat(read, ignore_index=True)
-
-
-def _round_of(path: Path) -> int:
-    """Return the round of a table."""
-    return int(path.stem.removeprefix("round-"))

@@ -36,7 +36,7 @@ from typing_extensions import TypedDict
 from raysim.config.sections.evaluation import DEFAULT_BEST, BestBy
 from raysim.engine.state import client_store
 from raysim.errors import RaysimError
-from raysim.system.files import sync_to_disk
+from raysim.system.files import of_rounds, sync_to_disk
 from raysim.system.json_files import parsed
 from raysim.training.messages import Broadcast
 
@@ -179,7 +179,7 @@ def available_checkpoints(run_dir: Path) -> list[Path]:
     Args:
         run_dir: the folder of the run.
     """
-    return sorted(checkpoints_folder(run_dir).glob("round-*"))
+    return [*of_rounds(checkpoints_folder(run_dir)).values()]
 
 
 def read_latest(run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
@@ -318,8 +318,8 @@ def remove_after(run_dir: Path, round: int) -> None:
         run_dir: the folder of the run.
         round: number of completed rounds of the newest checkpoint that stays.
     """
-    for path in available_checkpoints(run_dir):
-        if path.name > checkpoint_name(round):
+    for number, path in of_rounds(checkpoints_folder(run_dir)).items():
+        if number > round:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -140,8 +140,8 @@ def _where_it_stopped(trial: Trial, ready: Plan) -> checkpoint.Checkpoint | None
     they would be the ones that are not kept.
     """
     last = trial.config.rounds
-    names = [path.name for path in checkpoint.available_checkpoints(trial.folder)]
-    if names and names[-1] > checkpoint.checkpoint_name(last):
+    rounds = files.of_rounds(checkpoint.checkpoints_folder(trial.folder))
+    if max(rounds, default=0) > last:
         # Of a longer run; the one after the trial's last round lacks the last evaluation.
         checkpoint.remove_after(trial.folder, last - 1)
     same = {
