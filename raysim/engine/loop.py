@@ -420,6 +420,8 @@ class Engine(Generic[ModelHandle]):
             return
         if self.server_is_ahead:
             raise RaysimError("the server has already updated the model of the next round")
+        if self.state.history[-1]["round"] < done:
+            raise RaysimError(f"the evaluation after round {done} has not begun")
         self._save(self.executor.snapshot().get())
 
     def _recover_from_checkpoint(self, failure: ServerStateLost) -> None:

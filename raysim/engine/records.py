@@ -98,7 +98,6 @@ class Records(Generic[ModelHandle]):
 
     def _begin(self, record: Record, results: list[Future[dict[str, float]]]) -> None:
         """Begin a record, and evaluate the newest version: inline now, on actors meanwhile."""
-        self.pending.append(PendingRecord(record, results))
         done, versions = self.state.done, self.state.versions
         parts = ["test"] if self.config.evaluate.due(done, self.config.rounds) else []
         parts += self.probes.due(done)
@@ -109,6 +108,8 @@ class Records(Generic[ModelHandle]):
             if parts:
                 asked = EvaluationParts(done, tuple(parts))
                 results.append(self.executor.evaluate(versions[done], asked))
+        # Last: a record whose evaluation could not begin would be complete without it.
+        self.pending.append(PendingRecord(record, results))
 
     def completed(self, max_pending: int) -> Iterator[Record]:
         """Yield the completed records in order.
