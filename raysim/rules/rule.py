@@ -66,7 +66,8 @@ class Problem:
     n_public: int = 0
     """Public examples of the data set; 0 without any."""
     rounds: int = 0
-    """T, the rounds of the run."""
+    """T, the rounds of the run, for checks. What `init` returns must not depend on it, because
+    a run may be resumed for more rounds."""
 
     @property
     def classifier_positions(self) -> Tensor:

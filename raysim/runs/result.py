@@ -349,7 +349,7 @@ def write_parameters(plan: Plan, named: dict[str, Tensor], folder: Path) -> None
             save_file(named, partial, {PARAMETER_ORDER_KEY: order})
     except (OSError, SafetensorError) as error:
         raise checkpoint.Unwritable(
-            f"{folder / PARAMETERS_FILE} cannot be written: {error} ({run_dir.free(folder)}); "
+            f"{folder / PARAMETERS_FILE} cannot be written: {error} ({files.free_space(folder)}); "
             "make room and `raysim resume` writes it"
         ) from None
 

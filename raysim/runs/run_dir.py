@@ -219,7 +219,7 @@ def write_config(plan: Plan, run_dir: Path) -> None:
                 partial.write_bytes(text)
     except OSError as error:
         raise ConfigError(
-            f"run_dir: {path} cannot be written: {error.strerror} ({free(run_dir)}); "
+            f"run_dir: {path} cannot be written: {error.strerror} ({files.free_space(run_dir)}); "
             "choose another folder"
         ) from None
 
@@ -258,15 +258,3 @@ def forget(run_dir: Path) -> None:
         (run_dir / REQUIREMENTS_FILE).unlink(missing_ok=True)
         (run_dir / REST_FILE).unlink(missing_ok=True)
         shutil.rmtree(run_dir / SOURCES_FOLDER, ignore_errors=True)
-
-
-def free(folder: Path) -> str:
-    """Return the free space on the disk of a folder, as text.
-
-    Args:
-        folder: an existing folder on the disk.
-
-    Returns:
-        For example "512 MB free there".
-    """
-    return f"{shutil.disk_usage(folder).free / 1e6:.0f} MB free there"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,6 +49,16 @@ def of_rounds(folder: Path, suffix: str = "") -> dict[int, Path]:
             paths[int(number)] = path
     # By number, since names of more digits stand before others.
     return dict(sorted(paths.items()))
+
+
+def free_space(folder: Path) -> str:
+    """Return the free space on the disk of a folder, such as "512 MB free there".
+
+    Args:
+        folder: the folder, which need not exist.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return f"{shutil.disk_usage(existing).free / 1e6:.0f} MB free there"
 
 
 def is_path(text: str) -> bool:

@@ -19,7 +19,7 @@ from raysim import metrics
 from raysim.data import Clients
 from raysim.engine.evaluation.client_evaluation import figures
 from raysim.engine.plan import Plan
-from raysim.errors import ClientError, ConfigError
+from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
 
 N = 12
@@ -328,6 +328,25 @@ def test_a_resumed_run_has_the_records_and_the_table_of_an_unbroken_one(
     stored = pd.read_parquet(whole.run_dir / "clients.parquet")
     pd.testing.assert_frame_equal(stored, whole.clients)
     assert (whole.run_dir / "clients.png").exists()
+
+
+def test_a_table_that_cannot_be_written_ends_the_run_in_one_message(setup, monkeypatch):
+    whole = raysim.run(setup, run_dir=setup["run_dir"] + "0")
+    setup |= {"checkpoint": {"every": 1}}
+    write = pd.DataFrame.to_parquet
+
+    def write_or_fail(table: pd.DataFrame, path: Path, **options: Any) -> None:
+        if table["round"][0] == 2:
+            raise OSError(28, "No space left on device")
+        write(table, path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pd.DataFrame, "to_parquet", write_or_fail)
+        with pytest.raises(RaysimError, match=r"round-0+2.parquet cannot .* \(\d+ MB free there\)"):
+            raysim.run(setup, run_dir=setup["run_dir"] + "1")
+    resumed = raysim.resume(setup["run_dir"] + "1")
+    assert unmeasured(resumed.history) == unmeasured(whole.history)
+    pd.testing.assert_frame_equal(resumed.clients, whole.clients)
 
 
 @pytest.mark.ray

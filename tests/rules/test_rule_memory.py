@@ -104,6 +104,16 @@ class ServerDraws(ServerRule):
 
 
 @dataclass(frozen=True)
+class AnnealsOverRounds(ServerRule):
+    def init(self, x0, problem):
+        return {"x": x0, "T": x0.new_tensor(problem.rounds)}
+
+    def update(self, state, reports):
+        share = 1 - reports.round / state["T"]
+        return {**state, "x": state["x"] - share * reports.mean("delta")}
+
+
+@dataclass(frozen=True)
 class Momentum(ServerRule):
     def init(self, x0, problem):
         return {"x": x0, "m": torch.zeros_like(x0)}
@@ -166,6 +176,12 @@ def test_a_client_rule_that_keeps_something_is_refused(rule):
 def test_a_server_rule_that_keeps_something_is_refused(rule):
     with pytest.raises(ConfigError, match=r"^server.name: .* the state has a 'x' that differs"):
         train(server=rule)
+
+
+def test_a_server_rule_whose_start_depends_on_the_number_of_rounds_is_refused():
+    """A run that is resumed for more rounds would have the start of the shorter one."""
+    with pytest.raises(ConfigError, match=r"init of server rule .* for another number of rounds"):
+        train(server=AnnealsOverRounds)
 
 
 @pytest.mark.parametrize(("rule", "method"), [(Clusters, "sent_to"), (Evaluates, "for_evaluation")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import tempfile
 import time
@@ -19,6 +18,7 @@ from ray._common.utils import get_default_ray_temp_dir
 from ray._private import parameter, ray_constants, services
 
 from raysim.errors import ConfigError
+from raysim.system.files import free_space
 
 CLUSTER_SWITCH_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Environment variable that, set to 0, makes all processes of Ray listen on 127.0.0.1 only.
@@ -54,10 +54,9 @@ def check_temporary_folder() -> None:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, TEMPORARY_BYTES)
     except OSError as error:
-        free = shutil.disk_usage(folder).free / 1e6 if folder.is_dir() else 0
         raise ConfigError(
             f"cannot start Ray on this machine: its temporary folder {folder} cannot be written: "
-            f"{error.strerror} ({free:.0f} MB free there); make room there, or set RAY_TMPDIR to "
+            f"{error.strerror} ({free_space(folder)}); make room there, or set RAY_TMPDIR to "
             "another folder"
         ) from None
 

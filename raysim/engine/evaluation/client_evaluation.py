@@ -15,7 +15,7 @@ from raysim.data import Clients
 from raysim.engine.executor import Executor, Future, ModelHandle, RoundResults
 from raysim.engine.plan import Plan
 from raysim.engine.state.client_store import ClientStateStore
-from raysim.errors import ClientError, ConfigError, in_a_line
+from raysim.errors import ClientError, ConfigError, RaysimError, in_a_line
 from raysim.metrics import VALIDATION
 from raysim.randomness import generator
 from raysim.system import files
@@ -193,9 +193,17 @@ class ClientEvaluations:
             row["held_out"] = done.client in self.held_out
             fine_tuned = {f"{FINE_TUNED}{name}": value for name, value in done.fine_tuned.items()}
             rows.append({**row, **done.metrics, **fine_tuned})
-        self.folder.mkdir(exist_ok=True)
-        with files.whole(self.folder / f"round-{version:09d}.parquet") as partial:
-            pd.DataFrame(rows).to_parquet(partial, index=False)
+        path = self.folder / f"round-{version:09d}.parquet"
+        try:
+            self.folder.mkdir(exist_ok=True)
+            with files.whole(path) as partial:
+                pd.DataFrame(rows).to_parquet(partial, index=False)
+        except OSError as error:
+            raise RaysimError(
+                f"{path} cannot be written: {error.strerror or error} "
+                f"({files.free_space(path.parent)}); free some space and continue from the last "
+                "checkpoint with `raysim resume`"
+            ) from None
 
 
 def have_own_models(plan: Plan) -> bool:

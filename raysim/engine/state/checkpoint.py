@@ -36,7 +36,7 @@ from typing_extensions import TypedDict
 from raysim.config.sections.evaluation import DEFAULT_BEST, BestBy
 from raysim.engine.state import client_store
 from raysim.errors import RaysimError
-from raysim.system.files import of_rounds, sync_to_disk
+from raysim.system.files import free_space, of_rounds, sync_to_disk
 from raysim.system.json_files import parsed
 from raysim.training.messages import Broadcast
 
@@ -131,11 +131,9 @@ def write_checkpoint(
         partial.rename(final)
         sync_to_disk(home)
     except (OSError, SafetensorError) as error:
-        free = shutil.disk_usage(run_dir).free / 1e6
+        space = free_space(run_dir)
         shutil.rmtree(partial, ignore_errors=True)
-        raise Unwritable(
-            f"checkpoint {final} cannot be written: {error} ({free:.0f} MB free there)"
-        ) from None
+        raise Unwritable(f"checkpoint {final} cannot be written: {error} ({space})") from None
     available = available_checkpoints(run_dir)
     kept = set(available[-keep:])
     if best is not None:

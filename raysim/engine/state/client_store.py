@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from raysim.errors import ConfigError, RaysimError
-from raysim.system.files import sync_to_disk
+from raysim.system.files import free_space, sync_to_disk
 
 StoredState = dict[str, np.ndarray]
 """A row: the arrays of one client's state, by name."""
@@ -349,11 +349,9 @@ class ClientStateStore:
     def _unwritable(self, subject: str, error: OSError) -> RaysimError:
         """Return the error for a failed write of `subject`, with the free space on the disk."""
         assert self.dir is not None
-        existing = next(path for path in (self.dir, *self.dir.absolute().parents) if path.exists())
-        free = shutil.disk_usage(existing).free / 1e6
         return RaysimError(
             f"{subject} cannot be written to {self.dir}: {error.strerror or error} "
-            f"({free:.0f} MB free there); free some space or raise client_state.memory, and "
+            f"({free_space(self.dir)}); free some space or raise client_state.memory, and "
             "continue from the last checkpoint with `raysim resume`; a new run can use a larger "
             "disk (client_state.dir)"
         )

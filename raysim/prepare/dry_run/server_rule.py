@@ -100,6 +100,7 @@ def check_contract(plan: Plan) -> None:
                 chosen = _select(plan, min(t, plan.config.rounds - 1))
                 if first_chosen.setdefault(t, chosen) != chosen:
                     raise keeps_something(rule, "`select` returns other clients")
+        _refuse_use_of_rounds(plan)
     except ContractError:
         raise
     except RaysimError as error:
@@ -140,6 +141,21 @@ def _train_two_rounds(plan: Plan) -> list[State]:
             following = server.broadcast(cohort_of(tasks, samples, t + 1))
         broadcast = following
     return states
+
+
+def _refuse_use_of_rounds(plan: Plan) -> None:
+    """Raise ContractError if the first state depends on the run's length, which resume changes."""
+    state = make_server(plan, "cpu").state
+    longer = replace(plan.problem, rounds=plan.problem.rounds + 1)
+    for key, value in make_server(replace(plan, problem=longer), "cpu").state.items():
+        if key not in state or not same_values(state[key], value):
+            raise breach(
+                plan.server,
+                "init",
+                f"returns another '{key}' for another number of rounds, and a run that is resumed "
+                "for more rounds would have the state of the shorter one; make the length of a "
+                "schedule a hyper-parameter",
+            )
 
 
 def _weighed(plan: Plan, tasks: list[ClientTask], round: RoundCohort) -> list[ClientTask]:
