@@ -50,6 +50,13 @@ FEDAVG = "fedavg"
 GENERAL = "general"
 """Family of the methods whose files are in no folder of a family."""
 
+JUDGED = {
+    "clients": ("clients/", "fine_tuned/", "held_out", "participation_gap/"),
+    "theory": ("theory/",),
+    "forgetting": ("forgetting/",),
+}
+"""Sections of `evaluate` that determine how metrics with these prefixes are measured."""
+
 KEYS_OF_FILES = ("data.path", "partition.path", "model.init_from")
 """Keys that are no part of a run's identity where `files` has the digest of what they name."""
 
@@ -205,15 +212,23 @@ class Config(Section):
         whole = identity_of(self)
         whole["resources"] = self._identity_of_resources()
         if self.stop:
-            clients = self.evaluate.clients
-            whole["stop"]["evaluate"] = self.evaluate.every
-            whole["stop"]["clients"] = clients and clients.every
-            if self.evaluate.theory and (self.stop.metric or "").startswith("theory/"):
-                whole["stop"]["theory"] = self.evaluate.theory.every
+            whole["evaluate"] = self._identity_of_evaluations(self.stop.metric or "")
         if self.held_out:
             whole["held_out_clients"] = self.held_out
         self._replace_paths_by_contents(whole)
         return whole
+
+    def _identity_of_evaluations(self, judged: str) -> dict[str, Any]:
+        """Return the rounds of evaluations, and how what `stop` judges is measured."""
+        evaluate = self.evaluate
+        identity: dict[str, Any] = {"every": evaluate.every}
+        if evaluate.clients:
+            identity["clients"] = {"every": evaluate.clients.every}
+        for name, prefixes in JUDGED.items():
+            section = getattr(evaluate, name)
+            if section is not None and judged.startswith(prefixes):
+                identity[name] = section.model_dump(mode="json")
+        return identity
 
     def _identity_of_resources(self) -> dict[str, Any]:
         """Return the threads, and the kinds of devices of the clients and of the server."""

@@ -49,13 +49,6 @@ logger = logging.getLogger("raysim")
 MOVABLE = (*KEYS_OF_FILES, "schedule.client_speeds.path")
 """Keys that `resume` accepts if the file that they name has the same content as before."""
 
-ROUNDS_OF_STOP = {
-    "stop.evaluate": "evaluate.every",
-    "stop.clients": "evaluate.clients.every",
-    "stop.theory": "evaluate.theory.every",
-}
-"""The keys that give the rounds whose values `stop` judges, by their names in the identity."""
-
 
 @noting_changes()
 def resume(
@@ -330,10 +323,7 @@ def _kept_tensors(plan: Plan) -> set[str]:
 def _changes(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
     """Return the keys that determine the result and differ, with both values."""
     old, new = (flatten_parameters(plan.config.identity()) for plan in (before, after))
-    changed = differing(old, new, "unset")
-    if not (before.config.stop and after.config.stop):
-        return changed
-    return {ROUNDS_OF_STOP.get(key, key): values for key, values in changed.items()}
+    return differing(old, new, "unset")
 
 
 def _read_checkpoint(folder: Path, plan: Plan) -> checkpoint.Checkpoint | None:

@@ -510,6 +510,27 @@ def test_what_does_not_touch_the_result_does_not_touch_the_fingerprint(small, tm
     assert {fingerprint(small, one) for one in same} == {first} == {fingerprint(small, *same)}
 
 
+@pytest.mark.parametrize(
+    ("metric", "section", "others"),
+    [
+        ("theory/f", "theory", ["every=3", "sample=2", "f_star=1"]),
+        ("forgetting/after", "forgetting", ["every=3"]),
+        ("clients/accuracy", "clients", ["every=3", "sample=2"]),
+        ("fine_tuned/accuracy", "clients", ["every=3", "fine_tune.steps=2"]),
+    ],
+)
+def test_how_that_is_measured_by_which_a_run_stops_touches_the_fingerprint(
+    small, metric, section, others
+):
+    small["evaluate"] = {section: {"fine_tune": {}} if "fine" in metric else {}}
+    small["partition"] |= {"test": {"fraction": 0.5}}
+    changes = [f"evaluate.{section}.{other}" for other in others]
+    assert len({fingerprint(small, *change.split()) for change in ["", *changes]}) == 1
+    small["stop"] = {"metric": metric, "patience": 2}
+    every = {fingerprint(small, *change.split()) for change in ["", *changes]}
+    assert len(every) == len(changes) + 1
+
+
 def test_the_kinds_of_devices_are_part_of_the_fingerprint(small):
     def devices(**resources: Any) -> str:
         return explain.validate({**small, "resources": resources}).fingerprint
