@@ -162,6 +162,12 @@ def make_run_dir(plan: Plan) -> Path:
                 f"run_dir: {path} already holds a {state} run; `raysim resume {path}{more}` "
                 "continues it, or choose another folder"
             )
+        if files.of_rounds(checkpoint.checkpoints_folder(path)):
+            raise ConfigError(
+                f"run_dir: {path} has checkpoints of another run, whose config.yaml is missing, "
+                "and `raysim resume` would take them; remove its folder checkpoints, or choose "
+                "another folder"
+            )
         _make(path, exist_ok=True)
         return path
     stem = _stem(plan)

@@ -103,7 +103,8 @@ def _take(run_dir: Path) -> int:
             handle = files.open_own(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise ConfigError(
-                f"run_dir: {path} cannot be written: {error.strerror}; choose another folder"
+                f"run_dir: {path} cannot be written: {error.strerror}; make it writable, or "
+                "choose another folder (for a stopped run: resume it with --fork run_dir=FOLDER)"
             ) from None
         if other := _holder(handle, path):
             os.close(handle)

@@ -1033,6 +1033,11 @@ def test_a_run_dir_that_is_taken(small, tmp_path):
     said = f"run_dir: {taken} already holds a stopped run; `raysim resume {taken}`"
     with pytest.raises(ConfigError, match=re.escape(said)):
         make_run_dir(plan)
+    # A fork that was killed at its start, or a removed configuration.
+    (taken / "config.yaml").unlink()
+    (taken / "checkpoints" / "round-000004").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"checkpoints of another run, whose config\.yaml is"):
+        make_run_dir(plan)
 
 
 def test_run_dirs_without_a_name_are_numbered(small, files):
