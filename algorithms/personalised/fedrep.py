@@ -1,7 +1,8 @@
 """FedRep (Collins et al., ICML 2021).
 
 The classifier is personal, the body is shared. The first steps of a client, `head_share` of them,
-train the classifier, the others the body. PFLlib's one epoch of each is local.epochs=2 and 0.5.
+train the classifier, the others the body. PFLlib's one epoch of each is local.epochs=2 and 0.5. The
+paper gives every client both; here a client with a single step makes it with both parts.
 
 Run: raysim run quickstart algorithm=fedrep algorithm.head_share=0.4 partition.test.fraction=0.2
 evaluate.clients.every=20
@@ -20,18 +21,21 @@ class FedRepClient(ClientRule):
     """The classifier is personal. Its steps come first, then those of the body."""
 
     head_share: Share = 0.6
-    """Share of a client's local steps that train the classifier; the body has at least one."""
+    """Share of a client's local steps that train the classifier; of two or more, each part has at
+    least one."""
 
     def personal(self, task) -> torch.Tensor | None:
         return task.part("classifier")
 
     def init(self, shared, client_state, data, task):
         steps = int(task.steps)
-        left = min(round(self.head_share * steps), steps - 1)
-        return {"head": task.part("classifier"), "left": task.x0.new_tensor(left)}
+        left = min(max(round(self.head_share * steps), 1), steps - 1)
+        head = task.part("classifier")
+        body = ~head if steps > 1 else torch.ones_like(head)
+        return {"head": head, "body": body, "left": task.x0.new_tensor(left)}
 
     def step(self, shared, state, batch, task):
-        in_turn = state["head"] == (state["left"] > 0)
+        in_turn = torch.where(state["left"] > 0, state["head"], state["body"])
         direction = self.direction(shared, state, batch, task)
         w = task.descend(state["w"], direction * in_turn)
         w = torch.where(in_turn, w, state["w"])  # no weight decay or momentum out of turn

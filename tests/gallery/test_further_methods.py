@@ -253,7 +253,7 @@ def test_fedpac(mode, train, overlapping):
             h.append(onehot.T @ f / len(y))
             V.append(((f**2).sum() / len(y) - (h[-1] ** 2).sum()) / len(y))
             batches = done.batches(t, i)
-            head_steps = min(round(head_share * len(batches)), len(batches) - 1)
+            head_steps = min(max(round(head_share * len(batches)), 1), len(batches) - 1)
             for k, (X_b, y_b) in enumerate(batches):
                 known = ~np.isnan(c[y_b, 0])
                 missing += int((~known).sum())
@@ -265,7 +265,7 @@ def test_fedpac(mode, train, overlapping):
                     return cross_entropy(z, torch.tensor(y)) + lam * pull
 
                 g = gradient(loss, w)
-                w = w - lr * np.where(is_body, k >= head_steps, k < head_steps) * g
+                w = w - lr * np.where(is_body, k >= head_steps, k < max(head_steps, 1)) * g
             f = features(w, X)
             sums, counts = sums + onehot.T @ f, counts + onehot.sum(0)
             ends.append(w)

@@ -107,12 +107,14 @@ def test_fedper_is_local_sgd_on_the_shared_body_and_an_own_head(mode, run):
     assert records[-1]["bytes_up"] == records[-1]["bytes_down"] == used * BODY * 8
 
 
+@pytest.mark.parametrize(("share", "steps", "of_head"), [(0.6, 3, 2), (0.1, 3, 1), (1.0, 3, 2)])
 @pytest.mark.parametrize("mode", MODES)
-def test_fedrep_trains_the_head_first_and_then_the_body(mode, run):
+def test_fedrep_trains_the_head_first_and_then_the_body(mode, share, steps, of_head, run):
     """Collins 2021, algorithm 1: a share of the steps on h_i with the body fixed, then steps of the body with
     h_i fixed; here of gradients with weight decay 0.1."""
-    client = {"name": f"{run.rules['fedrep']}:FedRepClient", "head_share": 0.6}
-    done, _ = run.train(mode, client=client, local={"optimizer": {"weight_decay": 0.1}})
+    client = {"name": f"{run.rules['fedrep']}:FedRepClient", "head_share": share}
+    local = {"optimizer": {"weight_decay": 0.1}, "steps": steps}
+    done, _ = run.train(mode, client=client, local=local)
     heads: dict[int, np.ndarray] = {}
 
     def local(x, i, grads):
@@ -120,7 +122,7 @@ def test_fedrep_trains_the_head_first_and_then_the_body(mode, run):
         for step, grad in enumerate(grads):
             w = np.concatenate([body, head])
             g = grad(w) + 0.1 * w
-            if step < min(round(0.6 * len(grads)), len(grads) - 1):
+            if step < of_head:
                 head = head - LR * g[BODY:]
             else:
                 body = body - LR * g[:BODY]
@@ -128,6 +130,14 @@ def test_fedrep_trains_the_head_first_and_then_the_body(mode, run):
         return np.concatenate([body, x[BODY:]])
 
     assert distance(done.executor.xs, followed(done, local)) < 1e-9
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fedrep_makes_a_single_step_with_head_and_body(mode, run):
+    client = {"name": f"{run.rules['fedrep']}:FedRepClient"}
+    done, _ = run.train(mode, client=client, local={"steps": 1})
+    both, _ = run.train(mode, client="fedavg", local={"steps": 1, "personal": "classifier"})
+    assert done.executor.xs[-1].tolist() == both.executor.xs[-1].tolist()
 
 
 @pytest.mark.parametrize("mode", MODES)
