@@ -2,9 +2,10 @@
 
 Each client trains two models: the global one by local SGD, and beside it an own model v that is
 pulled towards it, v <- v - lr (∇f(v) + lam (v - x)), on the same batches. v has BatchNorm
-statistics of its own, and is what a client is evaluated with. Its steps are plain ones, whatever
-`local.optimizer` is. The paper's algorithm trains v in steps of its own, s of them with a step size
-of their own; here both models make as many steps, of the same size.
+statistics of its own, and is what a client is evaluated with. Its steps are plain ones, without
+the optimizer, the clipping and the weight decay of `local`. The paper's algorithm trains v in steps
+of its own, s of them with a step size of their own; here both models make as many steps, of the
+same size.
 
 Run: raysim run quickstart algorithm=ditto partition.test.fraction=0.2 evaluate.clients.every=20
 """

@@ -148,7 +148,7 @@ def build_problem(
     is_built = ":" in config.model.name
     again = build.make_net(config, dataset.shape, outputs, dataset.inputs) if is_built else net
     check_reading(again, model, config.model_dump_json(include=of_net))
-    net_checks.check_batches_of_one(config, net, model)
+    net_checks.check_batches_of_one(config, net, model, clients.sizes)
     net_checks.note_probabilities(model)
     net_checks.note_coupled_evaluation(config, model, len(dataset.y_test))
     problem = Problem(

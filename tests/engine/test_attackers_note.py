@@ -71,6 +71,14 @@ def test_else_it_is_silent(sections, notes):
     assert not notes(**sections)
 
 
+@pytest.mark.parametrize("buffers", ["averaged", "personal", "frozen"])
+def test_attackers_reach_averaged_statistics_whatever_the_server_rule_does(buffers, notes):
+    local = {"steps": 1, "batch_size": 4, "lr": 0.1, "buffers": buffers}
+    said = notes(algorithm="median", model="tinynn", local=local)
+    assert len(said) == (buffers == "averaged")
+    assert all("averaged over all clients, whatever median does" in note for note in said)
+
+
 def test_a_sweep_prints_it_once(base, ragged, capsys):
     config = {key: value for key, value in base.items() if key not in ("run_dir", "tracking")}
     config |= {

@@ -955,6 +955,19 @@ def test_batches_of_one_are_refused_where_pytorch_refuses_them(where):
     run(sequence(*positions), DATA, PARTS, 1, **keys)
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 8), (2, 8)])
+def test_a_note_counts_clients_on_whose_single_example_pytorch_does_not_train(sizes, caplog):
+    parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    with caplog.at_level(logging.INFO, "raysim"):
+        run(sequence(nn.LayerNorm(8)), DATA, parts, 1)
+        assert "single training example" not in caplog.text
+        run(sequence(nn.BatchNorm1d(8)), DATA, parts, 1)
+    said = (
+        "single training example: 2; PyTorch does not train this net on one (Expected more than 1"
+    )
+    assert (said in caplog.text) == (1 in sizes)
+
+
 def test_a_note_says_that_metrics_depend_on_the_batches_of_an_evaluation(caplog):
     def net(**options):
         return sequence(nn.BatchNorm1d(8, **options))

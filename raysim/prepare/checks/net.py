@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -104,33 +105,43 @@ def note_probabilities(model: Model) -> None:
         )
 
 
-def check_batches_of_one(config: Config, net: nn.Module, model: Model) -> None:
-    """Check that PyTorch trains the net on one example, if a mini-batch has one by configuration.
+def check_batches_of_one(config: Config, net: nn.Module, model: Model, sizes: np.ndarray) -> None:
+    """Check that PyTorch trains the net on one example, if a mini-batch has a single one.
 
     BatchNorm refuses a single value for each channel; the engine's returns its shift, as the only
-    example of a client needs it, and would learn nothing.
+    example of a client needs it, and would learn nothing. A note names such clients.
 
     Args:
         config: the configuration of the run.
         net: the net as the user wrote it.
         model: the same net as the run reads it.
+        sizes: [N], the numbers of training examples of the clients.
 
     Raises:
-        ConfigError: PyTorch refuses it.
+        ConfigError: PyTorch refuses it, and batches have one example by configuration.
     """
     has_batches_of_one = any(local.batch_size == 1 for local in local_of_groups(config))
+    n_single = int((sizes == 1).sum())
     are_frozen = config.local.buffers == "frozen"
-    if not has_batches_of_one or are_frozen or not model.needs_two_examples:
+    if not (has_batches_of_one or n_single) or are_frozen or not model.needs_two_examples:
         return
     x, _ = model.examples(1)
     try:
         with generators_kept(), torch.no_grad():
             copy.deepcopy(net).to(model.dtype).train()(x)
     except ValueError as error:
-        raise ConfigError(
-            f"local.batch_size: PyTorch does not train this net on single examples: {error}; take "
-            "at least 2"
-        ) from None
+        if has_batches_of_one:
+            raise ConfigError(
+                f"local.batch_size: PyTorch does not train this net on single examples: {error}; "
+                "take at least 2"
+            ) from None
+        startup_stages.notes.info(
+            "clients with a single training example: %d; PyTorch does not train this net on one "
+            "(%s). Here its normalisation returns the shift, and a variance of 0 counts in the "
+            "averaged statistics: leave them out, take nn.GroupNorm, or set local.buffers=frozen",
+            n_single,
+            error,
+        )
 
 
 def check_net_is_finite(config: Config, net: nn.Module) -> None:
