@@ -143,8 +143,8 @@ METRICS = (
            EVERY_ROUND),
     Metric("virtual_time", "virtual units", "time on the virtual clock at the end of the round",
            TIMED),
-    Metric("bytes_down", "bytes", "bytes that clients have received since the first round",
-           EVERY_ROUND),
+    Metric("bytes_down", "bytes", "bytes that clients have received since the first round; in an "
+           "asynchronous run those whose tasks have ended", EVERY_ROUND),
     Metric("bytes_up", "bytes", "bytes of used updates since the first round", EVERY_ROUND),
     Metric("clients/used", "clients", "clients whose updates were used", EVERY_ROUND),
     Metric("clients/never_seen", "clients", "clients with data that have not taken part yet",
