@@ -260,7 +260,8 @@ METRICS = (
            users_own=True),
     Metric("{probe}/{name}", "", "what a probe measures", "evaluate.probes", users_own=True),
     Metric("best_{metric}", "as the metric",
-           "best value over all rounds, of metrics with a direction; of a sweep: over its trials",
+           "best value over all rounds, of metrics with a direction (those of clients/ and val/ "
+           "only as evaluate.best); of a sweep: over its trials",
            "at the end of a run"),
     Metric("{name}", "", "what a metric of yours measures", METRICS_KEY, users_own=True),
 )  # fmt: skip
