@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.figure import Figure
 from support.programs import program
 from torch.nn import functional as F
 
@@ -21,6 +22,7 @@ from raysim.engine.evaluation.client_evaluation import figures
 from raysim.engine.plan import Plan
 from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
+from raysim.runs.artifacts.client_plots import plot_clients
 
 N = 12
 LR = 0.3
@@ -303,6 +305,67 @@ def test_clients_without_test_examples_are_counted_and_left_out(setup):
     assert at(result.clients, 2).index.tolist() == np.flatnonzero(tested).tolist()
     assert last["clients/evaluated"] == tested.sum() < N
     assert last.get("clients/without_test", 0) == (has_data & ~tested).sum()
+
+
+def test_clients_of_a_group_are_named_in_the_table_and_may_be_excluded(setup):
+    setup["partition"] |= {"alpha": 0.1, "min_samples": 0, "test": {"fraction": 0.01}}
+    setup["groups"] = {
+        "attackers": {"ids": [0, 2, 3, 5], "client": "sign_flip"},
+        "slow": {"ids": [7, 8], "client": None},
+    }
+    setup["evaluate"]["clients"]["fine_tune"] = {"steps": 1}
+    whole = raysim.run(setup, run_dir=setup["run_dir"] + "0")
+    group = whole.clients["client"].map(
+        dict.fromkeys([0, 2, 3, 5], "attackers") | dict.fromkeys([7, 8], "slow")
+    )
+    assert whole.clients["group"].tolist() == group.fillna("").tolist()
+    assert {"attackers", "slow", ""} == set(whole.clients["group"])
+
+    setup["evaluate"]["clients"]["exclude"] = "attackers"
+    rest = raysim.run(setup, run_dir=setup["run_dir"] + "1")
+    assert rest.digest == whole.digest
+    table = whole.clients[whole.clients["group"] != "attackers"].reset_index(drop=True)
+    pd.testing.assert_frame_equal(rest.clients, table)
+    rows, last = at(table, 2), rest.history[-1]
+    assert last["clients/evaluated"] == len(rows) < whole.history[-1]["clients/evaluated"]
+    for prefix, of_prefix in (
+        ("clients", rows[~rows["held_out"]]),
+        ("held_out", rows[rows["held_out"]]),
+    ):
+        assert last[f"{prefix}/accuracy"] == pytest.approx(of_prefix["accuracy"].mean())
+    plan = prepare(setup)
+    assert isinstance(plan.clients, Clients) and plan.clients.test is not None
+    untested = (plan.clients.sizes > 0) & (plan.clients.test.sizes == 0)
+    of_others = np.delete(untested, [0, 2, 3, 5])
+    assert last.get("clients/without_test", 0) == of_others.sum() < untested.sum()
+
+
+def test_the_plot_of_clients_has_their_metrics_and_no_other_columns(monkeypatch):
+    facts = {"round": 2, "client": [3, 4], "examples": 9, "val_examples": 2, "held_out": False}
+    measured = {"group": ["", "slow"], "accuracy": [0.1, 0.4], "val_accuracy": [0.5, 0.7]}
+    labels: list[str] = []
+    monkeypatch.setattr(
+        Figure,
+        "savefig",
+        lambda figure, *_, **__: labels.extend(a.get_xlabel() for a in figure.axes),
+    )
+    plot_clients(pd.DataFrame({**facts, **measured}), Path("clients.png"))
+    of_clients = [label.split()[0] for label in labels if "of a client" in label]
+    assert of_clients == ["accuracy", "val_accuracy"]
+
+
+def test_an_excluded_group_that_does_not_exist_is_refused(setup):
+    setup["groups"] = {"attackers": {"share": 0.2, "client": "sign_flip"}}
+    setup["evaluate"]["clients"]["exclude"] = ["attackers", "atackers"]
+    with pytest.raises(
+        ConfigError, match=r"^evaluate\.clients\.exclude: .*'atackers'; did you mean 'attackers'"
+    ):
+        raysim.run(setup)
+    del setup["groups"]
+    with pytest.raises(
+        ConfigError, match=r"^evaluate\.clients\.exclude: .*'attackers'; it has no groups"
+    ):
+        raysim.run(setup)
 
 
 def unmeasured(history: list[dict[str, float]]) -> list[dict[str, float]]:
