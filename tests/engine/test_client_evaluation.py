@@ -523,6 +523,35 @@ def test_a_client_whose_metric_is_undefined_does_not_count():
     assert figures([(float("nan"), 1)], True) == {}
 
 
+def of_even(outputs: torch.Tensor, y: torch.Tensor) -> float:
+    """The accuracy, which is not defined on an odd number of examples."""
+    return float("nan") if len(y) % 2 else float((outputs.argmax(1) == y).float().mean())
+
+
+def test_clients_whose_metric_is_undefined_are_counted(setup):
+    setup["partition"]["val"] = {"fraction": 0.2}
+    setup["evaluate"] |= {"metrics": ["accuracy", of_even]}
+    setup["evaluate"]["clients"] |= {"held_out": 0.3, "fine_tune": {"steps": 1}}
+    result = raysim.run(setup)
+    plan = prepare(result.run_dir / "config.yaml")
+    assert isinstance(plan.clients, Clients)
+    is_held_out = np.isin(range(N), plan.clients.held_out)
+    expected = {}
+    for name, lists in (("of_even", plan.clients.test), ("val_of_even", plan.clients.val)):
+        assert lists is not None
+        odd = lists.sizes % 2 == 1
+        for prefix, of_prefix in (("clients", ~is_held_out), ("held_out", is_held_out)):
+            n = (odd & of_prefix).sum()
+            tuned = "fine_tuned" if prefix == "clients" else f"{prefix}_fine_tuned"
+            expected |= {f"{part}/undefined_{name}": n for part in (prefix, tuned) if n}
+    assert {name.partition("/")[0] for name in expected} == {
+        "clients", "fine_tuned", "held_out", "held_out_fine_tuned",
+    }  # fmt: skip
+    assert {name: n for name, n in result.history[-1].items() if "undefined" in name} == expected
+    entries = [entry for name in expected if (entry := metrics.find_metric(name))]
+    assert {(entry.unit, entry.is_count) for entry in entries} == {("clients", True)}
+
+
 @pytest.mark.parametrize(("larger_is_better", "worst"), [(True, 1.5), (False, 11.5)])
 def test_the_worst_tenth_is_rounded_up(larger_is_better, worst):
     found = figures([(float(k), 1) for k in range(1, 13)], larger_is_better)

@@ -18,6 +18,7 @@ from raysim.engine.plan import Plan
 from raysim.engine.state.client_store import ClientStateStore
 from raysim.errors import ClientError, ConfigError, RaysimError, in_a_line
 from raysim.metrics import VALIDATION
+from raysim.metrics.table import UNDEFINED
 from raysim.randomness import generator
 from raysim.system import files
 from raysim.training.client_evaluator import uses_own_models
@@ -178,14 +179,17 @@ class ClientEvaluations:
         values_fine_tuned: list[tuple[float, int]] = []
         for done in group:
             weight = done.val_examples if metric.startswith(VALIDATION) else done.examples
-            # Without examples, a metric is not defined.
-            values.append((done.metrics.get(metric, np.nan), weight))
-            if done.fine_tuned:
-                values_fine_tuned.append((done.fine_tuned.get(metric, np.nan), weight))
+            # Clients without examples have no value; they are counted as clients/without_test.
+            if metric in done.metrics:
+                values.append((done.metrics[metric], weight))
+            if metric in done.fine_tuned:
+                values_fine_tuned.append((done.fine_tuned[metric], weight))
         metrics = {}
         for prefix, weighted in ((name, values), (name_fine_tuned, values_fine_tuned)):
             for figure, value in figures(weighted, self.metrics[metric]).items():
                 metrics[f"{prefix}/{metric}{figure}"] = value
+            if undefined := sum(np.isnan(value) for value, _ in weighted):
+                metrics[f"{prefix}/{UNDEFINED}{metric}"] = float(undefined)
         return metrics
 
     def _write_table(self, version: int, evaluations: list[ClientEvaluation]) -> None:
