@@ -227,7 +227,7 @@ class Config(Section):
         for name, prefixes in JUDGED.items():
             section = getattr(evaluate, name)
             if section is not None and judged.startswith(prefixes):
-                identity[name] = section.model_dump(mode="json")
+                identity[name] = identity_of(section)
         return identity
 
     def _identity_of_resources(self) -> dict[str, Any]:

@@ -62,6 +62,9 @@ class Metric:
 VALIDATION = "val_"
 """Beginning of the name of a client's metric on its validation examples."""
 
+UNDEFINED = "undefined_"
+"""Beginning of the name of the count of clients for which a metric is not defined."""
+
 CLIENT_FIGURES = {
     "_weighted": "mean, weighted by the clients' numbers of examples",
     "_std": "population standard deviation",
@@ -80,6 +83,13 @@ def _client_metrics() -> Iterator[Metric]:
         ("held_out", "clients that never train", ".held_out"),
         ("held_out_fine_tuned", "the same after fine-tuning", ".held_out, .fine_tune"),
     ):
+        yield Metric(
+            f"{prefix}/{UNDEFINED}{{metric}}",
+            "clients",
+            "clients whose metric is NaN; the figures leave them out",
+            f"evaluate.clients{key}",
+            is_count=True,
+        )
         for end, figure in CLIENT_FIGURES.items():
             name, meaning = f"{prefix}/{{metric}}{end}", f"{figure}, over {clients}"
             yield Metric(name, "as the metric", meaning, f"evaluate.clients{key}")

@@ -98,7 +98,8 @@ class RunResult:
         """The evaluated clients, a row for each client and evaluation (`evaluate.clients`).
 
         The columns are round, client, examples (of its test), held_out, the metrics, and the
-        metrics after fine-tuning as fine_tuned_<metric>. Raises ConfigError without evaluations.
+        metrics after fine-tuning as fine_tuned_<metric>; with `groups` also group, "" for clients
+        of no group. Raises ConfigError without evaluations.
         """
         return read_clients(self.run_dir)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.figure import Figure
 from support.programs import program
 from torch.nn import functional as F
 
@@ -21,6 +22,7 @@ from raysim.engine.evaluation.client_evaluation import figures
 from raysim.engine.plan import Plan
 from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
+from raysim.runs.artifacts.client_plots import plot_clients
 
 N = 12
 LR = 0.3
@@ -305,6 +307,67 @@ def test_clients_without_test_examples_are_counted_and_left_out(setup):
     assert last.get("clients/without_test", 0) == (has_data & ~tested).sum()
 
 
+def test_clients_of_a_group_are_named_in_the_table_and_may_be_excluded(setup):
+    setup["partition"] |= {"alpha": 0.1, "min_samples": 0, "test": {"fraction": 0.01}}
+    setup["groups"] = {
+        "attackers": {"ids": [0, 2, 3, 5], "client": "sign_flip"},
+        "slow": {"ids": [7, 8], "client": None},
+    }
+    setup["evaluate"]["clients"]["fine_tune"] = {"steps": 1}
+    whole = raysim.run(setup, run_dir=setup["run_dir"] + "0")
+    group = whole.clients["client"].map(
+        dict.fromkeys([0, 2, 3, 5], "attackers") | dict.fromkeys([7, 8], "slow")
+    )
+    assert whole.clients["group"].tolist() == group.fillna("").tolist()
+    assert {"attackers", "slow", ""} == set(whole.clients["group"])
+
+    setup["evaluate"]["clients"]["exclude"] = "attackers"
+    rest = raysim.run(setup, run_dir=setup["run_dir"] + "1")
+    assert rest.digest == whole.digest
+    table = whole.clients[whole.clients["group"] != "attackers"].reset_index(drop=True)
+    pd.testing.assert_frame_equal(rest.clients, table)
+    rows, last = at(table, 2), rest.history[-1]
+    assert last["clients/evaluated"] == len(rows) < whole.history[-1]["clients/evaluated"]
+    for prefix, of_prefix in (
+        ("clients", rows[~rows["held_out"]]),
+        ("held_out", rows[rows["held_out"]]),
+    ):
+        assert last[f"{prefix}/accuracy"] == pytest.approx(of_prefix["accuracy"].mean())
+    plan = prepare(setup)
+    assert isinstance(plan.clients, Clients) and plan.clients.test is not None
+    untested = (plan.clients.sizes > 0) & (plan.clients.test.sizes == 0)
+    of_others = np.delete(untested, [0, 2, 3, 5])
+    assert last.get("clients/without_test", 0) == of_others.sum() < untested.sum()
+
+
+def test_the_plot_of_clients_has_their_metrics_and_no_other_columns(monkeypatch):
+    facts = {"round": 2, "client": [3, 4], "examples": 9, "val_examples": 2, "held_out": False}
+    measured = {"group": ["", "slow"], "accuracy": [0.1, 0.4], "val_accuracy": [0.5, 0.7]}
+    labels: list[str] = []
+    monkeypatch.setattr(
+        Figure,
+        "savefig",
+        lambda figure, *_, **__: labels.extend(a.get_xlabel() for a in figure.axes),
+    )
+    plot_clients(pd.DataFrame({**facts, **measured}), Path("clients.png"))
+    of_clients = [label.split()[0] for label in labels if "of a client" in label]
+    assert of_clients == ["accuracy", "val_accuracy"]
+
+
+def test_an_excluded_group_that_does_not_exist_is_refused(setup):
+    setup["groups"] = {"attackers": {"share": 0.2, "client": "sign_flip"}}
+    setup["evaluate"]["clients"]["exclude"] = ["attackers", "atackers"]
+    with pytest.raises(
+        ConfigError, match=r"^evaluate\.clients\.exclude: .*'atackers'; did you mean 'attackers'"
+    ):
+        raysim.run(setup)
+    del setup["groups"]
+    with pytest.raises(
+        ConfigError, match=r"^evaluate\.clients\.exclude: .*'attackers'; it has no groups"
+    ):
+        raysim.run(setup)
+
+
 def unmeasured(history: list[dict[str, float]]) -> list[dict[str, float]]:
     """Return records without what depends on the machine."""
     machine = ("seconds", "system/")
@@ -458,6 +521,35 @@ def test_a_client_whose_metric_is_undefined_does_not_count():
     weighted = [(0.5, 1), (float("nan"), 5), (0.7, 3)]
     assert figures(weighted, True)["_weighted"] == pytest.approx(0.65)
     assert figures([(float("nan"), 1)], True) == {}
+
+
+def of_even(outputs: torch.Tensor, y: torch.Tensor) -> float:
+    """The accuracy, which is not defined on an odd number of examples."""
+    return float("nan") if len(y) % 2 else float((outputs.argmax(1) == y).float().mean())
+
+
+def test_clients_whose_metric_is_undefined_are_counted(setup):
+    setup["partition"]["val"] = {"fraction": 0.2}
+    setup["evaluate"] |= {"metrics": ["accuracy", of_even]}
+    setup["evaluate"]["clients"] |= {"held_out": 0.3, "fine_tune": {"steps": 1}}
+    result = raysim.run(setup)
+    plan = prepare(result.run_dir / "config.yaml")
+    assert isinstance(plan.clients, Clients)
+    is_held_out = np.isin(range(N), plan.clients.held_out)
+    expected = {}
+    for name, lists in (("of_even", plan.clients.test), ("val_of_even", plan.clients.val)):
+        assert lists is not None
+        odd = lists.sizes % 2 == 1
+        for prefix, of_prefix in (("clients", ~is_held_out), ("held_out", is_held_out)):
+            n = (odd & of_prefix).sum()
+            tuned = "fine_tuned" if prefix == "clients" else f"{prefix}_fine_tuned"
+            expected |= {f"{part}/undefined_{name}": n for part in (prefix, tuned) if n}
+    assert {name.partition("/")[0] for name in expected} == {
+        "clients", "fine_tuned", "held_out", "held_out_fine_tuned",
+    }  # fmt: skip
+    assert {name: n for name, n in result.history[-1].items() if "undefined" in name} == expected
+    entries = [entry for name in expected if (entry := metrics.find_metric(name))]
+    assert {(entry.unit, entry.is_count) for entry in entries} == {("clients", True)}
 
 
 @pytest.mark.parametrize(("larger_is_better", "worst"), [(True, 1.5), (False, 11.5)])

@@ -102,6 +102,19 @@ def test_the_last_round_of_a_shorter_run_measures_theory_too_and_does_not_count(
     assert other.fingerprint != explain.validate(keys).fingerprint
 
 
+def test_which_clients_are_excluded_is_part_of_a_run_that_stops_by_their_metric():
+    keys = {**DIGITS_MLP, "groups": {"odd": {"share": 0.2, "client": "sign_flip"}}}
+    keys["partition"] = {"clients": 10, "test": {"fraction": 0.2}}
+
+    def fingerprint(metric: str, **clients) -> str:
+        keyed = {"evaluate": {"clients": clients}, "stop": {"metric": metric, "patience": 2}}
+        return explain.validate({**keys, **keyed}).fingerprint
+
+    assert fingerprint("clients/accuracy") == fingerprint("clients/accuracy", exclude=[])
+    assert fingerprint("clients/accuracy") != fingerprint("clients/accuracy", exclude="odd")
+    assert fingerprint("accuracy") == fingerprint("accuracy", exclude="odd")
+
+
 SCHEDULES = {
     "sync": {"cohort": 4},
     "kasync": {"name": "kasync", "k": 2, "concurrency": 4, "client_speeds": {"name": "lognormal"}},

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from raysim.config.identity import Identity
 from raysim.config.sections.base import (
     Named,
     Positive,
@@ -69,6 +70,8 @@ class EvaluateClients(Section):
     same ones each time; null: all."""
     held_out: float = Field(default=0.0, ge=0, lt=1)
     """Share of the clients that never train. They show how the model serves new clients."""
+    exclude: Annotated[tuple[str, ...], ShortForm(as_list), Identity.UNLESS_DEFAULT] = ()
+    """Names of `groups` whose clients are not evaluated, such as that of attackers."""
     fine_tune: FineTune | None = None
     """Evaluate also after fine-tuning; null: not."""
 

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from raysim.config.sections.evaluation import EvaluateClients
 from raysim.data import Clients
 from raysim.engine.executor import Executor, Future, ModelHandle, RoundResults
 from raysim.engine.plan import Plan
 from raysim.engine.state.client_store import ClientStateStore
 from raysim.errors import ClientError, ConfigError, RaysimError, in_a_line
 from raysim.metrics import VALIDATION
+from raysim.metrics.table import UNDEFINED
 from raysim.randomness import generator
 from raysim.system import files
 from raysim.training.client_evaluator import uses_own_models
@@ -65,28 +67,35 @@ class ClientEvaluations:
         self.held_out = set(plan.clients.held_out.tolist())
         self.n_without: dict[str, int] = {}
         """How many clients with training examples have none for a test or for validation."""
-        self.ids = self._choose(plan.clients, self.asked.sample)
+        self.groups: np.ndarray | None = None
+        """[N], the name of each client's group, "" for none; None if the run has no groups."""
+        if plan.members is not None:
+            self.groups = np.array([group.name for group in plan.all_groups])[plan.members]
+        self.ids = self._choose(plan.clients, self.asked)
         """The clients that are evaluated, in ascending order."""
         for t, path in tables(run_dir).items():
             if t > rounds_done:
                 path.unlink()
 
-    def _choose(self, clients: Clients, n: int | None) -> list[int]:
-        """Return the clients that are evaluated, at most `n` that train and `n` held out.
+    def _choose(self, clients: Clients, asked: EvaluateClients) -> list[int]:
+        """Return the clients that are evaluated, at most `sample` that train and as many held out.
 
         Count those with training examples that cannot be evaluated.
         """
-        trains = clients.all_examples().sizes > 0
+        included = np.ones(len(clients), dtype=bool)
+        if self.groups is not None:
+            included = ~np.isin(self.groups, asked.exclude)
+        trains = included & (clients.all_examples().sizes > 0)
         has_examples = np.zeros(len(clients), dtype=bool)
         for kind, lists in (("test", clients.test), ("val", clients.val)):
             if lists is not None:
                 self.n_without[f"clients/without_{kind}"] = int((trains & (lists.sizes == 0)).sum())
                 has_examples |= lists.sizes > 0
-        with_examples = np.flatnonzero(has_examples)
+        with_examples = np.flatnonzero(included & has_examples)
         is_held_out = np.isin(with_examples, clients.held_out)
         rng = generator(self.config.seed, "evaluated clients")
-        train = rng.permutation(with_examples[~is_held_out])[:n]
-        held_out = rng.permutation(with_examples[is_held_out])[:n]
+        train = rng.permutation(with_examples[~is_held_out])[: asked.sample]
+        held_out = rng.permutation(with_examples[is_held_out])[: asked.sample]
         return np.sort(np.concatenate([train, held_out])).tolist()
 
     def due(self, rounds_done: int) -> bool:
@@ -170,14 +179,17 @@ class ClientEvaluations:
         values_fine_tuned: list[tuple[float, int]] = []
         for done in group:
             weight = done.val_examples if metric.startswith(VALIDATION) else done.examples
-            # Without examples, a metric is not defined.
-            values.append((done.metrics.get(metric, np.nan), weight))
-            if done.fine_tuned:
-                values_fine_tuned.append((done.fine_tuned.get(metric, np.nan), weight))
+            # Clients without examples have no value; they are counted as clients/without_test.
+            if metric in done.metrics:
+                values.append((done.metrics[metric], weight))
+            if metric in done.fine_tuned:
+                values_fine_tuned.append((done.fine_tuned[metric], weight))
         metrics = {}
         for prefix, weighted in ((name, values), (name_fine_tuned, values_fine_tuned)):
             for figure, value in figures(weighted, self.metrics[metric]).items():
                 metrics[f"{prefix}/{metric}{figure}"] = value
+            if undefined := sum(np.isnan(value) for value, _ in weighted):
+                metrics[f"{prefix}/{UNDEFINED}{metric}"] = float(undefined)
         return metrics
 
     def _write_table(self, version: int, evaluations: list[ClientEvaluation]) -> None:
@@ -187,10 +199,13 @@ class ClientEvaluations:
         assert self.folder is not None
         rows = []
         for done in evaluations:
-            row = {"round": version, "client": done.client, "examples": done.examples}
+            row: dict[str, object] = {"round": version, "client": done.client}
+            row["examples"] = done.examples
             if self.has_val:
                 row["val_examples"] = done.val_examples
             row["held_out"] = done.client in self.held_out
+            if self.groups is not None:
+                row["group"] = self.groups[done.client]
             fine_tuned = {f"{FINE_TUNED}{name}": value for name, value in done.fine_tuned.items()}
             rows.append({**row, **done.metrics, **fine_tuned})
         path = self.folder / f"round-{version:09d}.parquet"
@@ -342,7 +357,8 @@ def read_clients(run_dir: Path) -> pd.DataFrame:
     Returns:
         A row for each client and evaluation: round, client, examples (of its test), held_out,
         the metrics, and the metrics after fine-tuning as fine_tuned_<metric>. With `partition.val`
-        also val_examples, and each metric on them as val_<metric>.
+        also val_examples, and each metric on them as val_<metric>. With `groups` also group, "" for
+        clients of no group.
 
     Raises:
         ConfigError: the run has evaluated no clients, or a table is damaged.

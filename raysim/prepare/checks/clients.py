@@ -14,6 +14,7 @@ from raysim.config.sections.schedule import (
 )
 from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.errors import ConfigError
+from raysim.spelling import did_you_mean, lacking
 
 logger = logging.getLogger("raysim")
 
@@ -101,9 +102,14 @@ def check_client_evaluation(config: Config) -> None:
         config: the configuration of the run.
 
     Raises:
-        ConfigError: they have none.
+        ConfigError: they have none, or `exclude` names a group that does not exist.
     """
-    if config.evaluate.clients is None or config.partition.test or config.partition.val:
+    if config.evaluate.clients is None:
+        return
+    for name in lacking(config.evaluate.clients.exclude, config.groups):
+        known = did_you_mean(name, config.groups) or "; it has no groups"
+        raise ConfigError(f"evaluate.clients.exclude: the run has no group '{name}'{known}")
+    if config.partition.test or config.partition.val:
         return
     if config.partition.name == "virtual":
         raise ConfigError(

@@ -29,7 +29,7 @@ def plot_clients(evaluated: pd.DataFrame, path: Path) -> None:
         path: the file to write; its folder must exist.
     """
     last = evaluated.loc[evaluated["round"] == evaluated["round"].max()]
-    facts = {"round", "client", "examples", "held_out"}
+    facts = {"round", "client", "examples", "val_examples", "held_out", "group"}
     metrics = [name for name in last if name not in facts and not name.startswith(FINE_TUNED)]
     figure = Figure(figsize=(5 * len(metrics), 8), dpi=100, layout="constrained")
     figure.suptitle(f"Clients on their own test examples, after round {last['round'].max()}")
