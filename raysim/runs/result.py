@@ -280,8 +280,8 @@ def warn_of_own_models(plan: Plan, folder: Path) -> None:
     """
     if have_own_models(plan):
         logger.warning(
-            "this is the server's net, and clients of '%s' have models of their own; that of client "
-            "0 is raysim.load('%s').net(client=0), or raysim export %s --client 0",
+            "this is the server's net, and clients of '%s' have models of their own; that of "
+            "client 0 is raysim.load('%s').net(client=0), or raysim export %s --client 0",
             plan.label,
             folder,
             folder,
