@@ -160,6 +160,10 @@ def export(
     keep_adapters: Annotated[
         bool, typer.Option(help="with torch: keep adapters of peft, which are merged otherwise")
     ] = False,
+    client: Annotated[
+        int | None,
+        typer.Option(help="number of a client, for the net that it is evaluated with"),
+    ] = None,
 ) -> None:
     """Export the net of a run, to use it elsewhere."""
     from typing import cast, get_args
@@ -172,7 +176,16 @@ def export(
         raise ConfigError("--out: a model in MLflow has no file; leave it out")
     if keep_adapters and format != "torch":
         raise ConfigError(f"--keep-adapters: {format} has no adapters; leave it out")
-    say(exports.export(run, cast(Any, format), cast(Any, which), out, keep_adapters=keep_adapters))
+    say(
+        exports.export(
+            run,
+            cast(Any, format),
+            cast(Any, which),
+            out,
+            keep_adapters=keep_adapters,
+            client=client,
+        )
+    )
 
 
 @data_app.command()

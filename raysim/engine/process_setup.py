@@ -159,7 +159,8 @@ def make_trainer(plan: Plan, device: str) -> GroupTrainer:
         for group in plan.all_groups
     ]
     trainer = GroupTrainer(trainers, plan.members)
-    if evaluator := make_client_evaluator(plan, trainer, test_half):
+    if plan.config.evaluate.clients is not None:
+        evaluator = make_client_evaluator(plan, trainer, test_half)
         trainer.evaluate_block["test"] = evaluator.evaluate_block
     if overridden(plan.server, ["candidates"]):
         trainer.evaluate_block["training"] = make_loss_evaluator(plan, trainer).evaluate_block
@@ -204,8 +205,8 @@ def make_loss_evaluator(plan: Plan, trainer: GroupTrainer) -> ClientEvaluator:
 
 def make_client_evaluator(
     plan: Plan, trainer: GroupTrainer, test_half: Callable[[], Examples]
-) -> ClientEvaluator | None:
-    """Return the evaluator of clients of a worker; None if clients are not evaluated.
+) -> ClientEvaluator:
+    """Return the evaluator of clients of a worker. Virtual clients have no test examples.
 
     Args:
         plan: the plan of the run.
@@ -213,17 +214,17 @@ def make_client_evaluator(
         test_half: returns the test half of the data set, on the worker's device.
     """
     clients, asked = plan.clients, plan.config.evaluate.clients
-    if asked is None or isinstance(clients, VirtualClients):
-        return None
+    examples = trainer.trainers[0].parts.examples
+    size = plan.config.evaluate.batch_size
+    if isinstance(clients, VirtualClients):
+        return ClientEvaluator(trainer, None, examples, None, clients, size, plan.metrics, None)
     training = clients.all_examples().after_rounds()
     tuner = None
-    if asked.fine_tune is not None:
+    if asked is not None and asked.fine_tune is not None:
         tuned = Clients(training.indices, training.offsets, phases=training.phases)
         tuner = _make_tuner(plan, trainer, tuned, asked.fine_tune)
-    examples = trainer.trainers[0].parts.examples
     if clients.test_half == "test":
         examples = test_half()
-    size = plan.config.evaluate.batch_size
     test, val = clients.test, clients.val
     test = test and test.after_rounds()
     val = val and val.after_rounds()

@@ -26,7 +26,8 @@ from raysim.config.sections.evaluation import BestBy
 from raysim.data import Examples
 from raysim.data.own.reading import inputs_like
 from raysim.engine.early_stop import StopRule
-from raysim.engine.evaluation.client_evaluation import read_clients
+from raysim.engine.evaluation.client_evaluation import have_own_models, read_clients
+from raysim.engine.evaluation.client_model import check_client, client_state_dict
 from raysim.engine.loop import Record
 from raysim.engine.plan import Plan
 from raysim.engine.state import checkpoint
@@ -121,25 +122,53 @@ class RunResult:
         return last_and_best(self.history, self.config.evaluate.best)
 
     @noting_changes()
-    def net(self) -> nn.Module:
+    def net(self, client: int | None = None) -> nn.Module:
         """Return the configured net with the parameters and statistics of this result.
 
         It is a plain `torch.nn.Module` in evaluation mode, on the CPU.
 
+        Args:
+            client: number of a client, for the net that `evaluate.clients` evaluates it with after
+                the last round, from the last checkpoint; None: the net of the server.
+
         Raises:
             ConfigError: the net cannot be built, for example because its file is missing, or the
-                data set cannot be read, whose shape and classes the net needs.
+                data set cannot be read, whose shape and classes the net needs; or there is no such
+                client, no checkpoint of the last round, or no net by which the client predicts.
         """
-        return net_with(_loaded_plan(self.run_dir), self.state_dict)
+        plan = _loaded_plan(self.run_dir)
+        return net_with(plan, self._tensors(plan, client))
+
+    def _tensors(self, plan: Plan, client: int | None) -> dict[str, Tensor]:
+        """Return the tensors of the server's net, or of the net of a client, by name."""
+        if client is None:
+            warn_of_own_models(plan, self.run_dir)
+            return self.state_dict
+        check_client(plan, client)
+        if not have_own_models(plan):
+            return self.state_dict
+        saved = checkpoint.read_latest(self.run_dir, logger.warning)
+        if saved is None or saved.facts["round"] < self.rounds:
+            raise ConfigError(
+                f"{self.run_dir}: there is no checkpoint after round {self.rounds}, which has the "
+                "models of the clients; run it again with checkpoints (checkpoint.every)"
+            )
+        if saved.facts["round"] > self.rounds:
+            raise ConfigError(
+                f"{self.run_dir}: this is the result after round {self.rounds}, but the run has "
+                f"gone on to round {saved.facts['round']}; load it again"
+            )
+        return client_state_dict(plan, self.run_dir, saved, client)
 
     @noting_changes()
-    def predict(self, x: Any) -> Any:
+    def predict(self, x: Any, client: int | None = None) -> Any:
         """Return the net's outputs for inputs that are given as the data set's examples were.
 
         Inputs are scaled as those of the data set (`data.scaling`); images are uint8.
 
         Args:
             x: inputs, [n, ...].
+            client: number of a client, for its net; see `net`.
 
         Returns:
             The outputs of the net in evaluation mode, [n, ...], on the CPU, in the form in which
@@ -148,10 +177,10 @@ class RunResult:
 
         Raises:
             ConfigError: `x` has another form than the data set's examples, or the net or the data
-                set cannot be read.
+                set cannot be read; see `net`.
         """
         plan = _loaded_plan(self.run_dir)
-        inputs, net = inputs_like(x, plan.dataset), net_with(plan, self.state_dict)
+        inputs, net = inputs_like(x, plan.dataset), net_with(plan, self._tensors(plan, client))
         labels = np.zeros(len(inputs), dtype=np.int64)
         scale, shift = plan.dataset.scale, plan.dataset.shift
         examples = Examples(inputs, labels, scale, shift, dtype=plan.dtype)
@@ -241,6 +270,23 @@ def net_with(plan: Plan, named: dict[str, Tensor]) -> nn.Module:
     net.load_state_dict(named)
     net.eval()  # a user's own may return nothing
     return net
+
+
+def warn_of_own_models(plan: Plan, folder: Path) -> None:
+    """Warn that a net is that of the server, if the clients of its run have models of their own.
+
+    Args:
+        plan: the plan of the run.
+        folder: the folder of the run.
+    """
+    if have_own_models(plan):
+        logger.warning(
+            "this is the server's net, and clients of '%s' have models of their own; that of "
+            "client 0 is raysim.load('%s').net(client=0), or raysim export %s --client 0",
+            plan.label,
+            folder,
+            folder,
+        )
 
 
 def best_figures(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

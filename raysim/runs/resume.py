@@ -16,7 +16,7 @@ from raysim.config.loading import parse_overrides
 from raysim.config.objects.python_objects import noting_changes
 from raysim.config.schema import KEYS_OF_FILES
 from raysim.config.sections.data import AnyData
-from raysim.data import Dataset, loading_once, partition_digest
+from raysim.data import Dataset, loading_once
 from raysim.data.partition.groups import batch_sizes_of
 from raysim.engine.early_stop import StopRule
 from raysim.engine.plan import Plan
@@ -338,17 +338,7 @@ def _read_checkpoint(folder: Path, plan: Plan) -> checkpoint.Checkpoint | None:
         raise ConfigError(str(error)) from None
     if saved is None:
         return None
-    if saved.facts["fingerprint"] != plan.config.fingerprint:
-        raise ConfigError(
-            f"{folder}: the checkpoint belongs to another configuration than config.yaml; "
-            "put the run's config.yaml back"
-        )
-    digests = {"data": plan.dataset.digest, "partition": partition_digest(plan.clients)}
-    if changed := [name for name, digest in digests.items() if saved.facts[name] != digest]:
-        raise ConfigError(
-            f"{changed[0]}: {folder} was run with another {changed[0]} than is there now; "
-            "put the old one back"
-        )
+    checkpoint.check_belongs(saved, plan, folder)
     if saved.facts["torch"] != torch.__version__:
         logger.warning("the run began under torch %s; its bits may change", saved.facts["torch"])
     return saved

@@ -102,7 +102,6 @@ class ClientEvaluator:
         self, broadcasts: Mapping[int, Broadcast], block: Block
     ) -> list[ClientEvaluation]:
         """Evaluate the clients of a block; see `evaluate_block`."""
-        parts = self.trainer.trainers[0].parts
         evaluations = []
         own_models: dict[int, dict[str, np.ndarray]] = {}
         predictions: dict[int, Predict | None] = {}
@@ -112,8 +111,6 @@ class ClientEvaluator:
                 _n_examples(self.tests, task),
                 _n_examples(self.val, task),
             )
-            if parts.server.changes_frozen:
-                parts.model.set_frozen(broadcasts[task.base].shared["frozen"])
             try:
                 predict = predictions[task.client] = self._prediction(broadcasts[task.base], task)
                 w, buffers = self._model(broadcasts[task.base], task)
@@ -177,8 +174,28 @@ class ClientEvaluator:
                 reraise_stop(error)
                 result.error = with_traceback(error)
 
+    def state_dict(self, broadcast: Broadcast, task: ClientTask) -> dict[str, Tensor]:
+        """Return a copy of the model that a client would use, by the names of the net's tensors.
+
+        Args:
+            broadcast: the version of the global model.
+            task: the client, whose `base` is the number of the version.
+
+        Raises:
+            ContractError: see `own_model`.
+        """
+        with tensors_on(self.net.model.device):
+            w, buffers = self._model(broadcast, task)
+            return self.net.model.state_dict(w.detach(), buffers.detach())
+
     def _model(self, broadcast: Broadcast, task: ClientTask) -> tuple[Tensor, Tensor]:
-        """Return the parameters [P] and BatchNorm statistics [Q] that a client would use."""
+        """Return the parameters [P] and BatchNorm statistics [Q] that a client would use.
+
+        The net gets the frozen parameters that belong to them.
+        """
+        parts = self.trainer.trainers[0].parts
+        if parts.server.changes_frozen:
+            parts.model.set_frozen(broadcast.shared["frozen"])
         if not self.has_own_models:
             return broadcast.global_params, broadcast.buffers
         trainer = self.trainer.of_client(task.client)

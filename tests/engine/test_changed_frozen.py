@@ -16,6 +16,7 @@ from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
+from raysim.runs.artifacts.export import export
 from raysim.runs.resume import resume
 from raysim.schedule import make_schedule
 
@@ -110,6 +111,7 @@ def test_clients_train_on_the_frozen_weights_of_their_version(schedule, setup, e
 
 def test_frozen_weights_are_resumed_returned_and_counted(setup):
     config = {**setup, "checkpoint": {"every": 1}}
+    config["evaluate"] = {"every": 1, "best": {"metric": "loss", "mode": "min"}}
     whole = raysim.run({**config, "run_dir": config["run_dir"] + "-whole"})
     stopped = raysim.run({**config, "rounds": 2})
     resumed = resume(stopped.run_dir, {"rounds": 5})
@@ -118,6 +120,10 @@ def test_frozen_weights_are_resumed_returned_and_counted(setup):
     assert torch.equal(resumed.state_dict["1.weight"], weight)
     plan = prepare(setup)
     assert torch.allclose(weight, flora(plan)[1][-1][0], rtol=0, atol=1e-10)
+    best = min(range(1, 6), key=lambda t: whole.history[t]["loss"])
+    exported = torch.load(export(whole.run_dir, which="best"), weights_only=True)["1.weight"]
+    assert torch.allclose(exported, flora(plan)[1][best][0], rtol=0, atol=1e-10)
+    assert torch.equal(whole.net(client=0).state_dict()["1.weight"], weight)
     size, n_frozen = plan.problem.size, 64 * 16 + 16 * 16
     assert plan.bytes_down == 8 * (size + n_frozen)
     assert whole.history[1]["bytes_down"] == 4 * 8 * (size + n_frozen)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from support.programs import program
+from torch import nn
 from torch.nn import functional as F
 
 import raysim
@@ -23,6 +24,7 @@ from raysim.engine.plan import Plan
 from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
 from raysim.runs.artifacts.client_plots import plot_clients
+from raysim.runs.artifacts.export import export
 
 N = 12
 LR = 0.3
@@ -466,6 +468,119 @@ def test_answers_of_another_shape_are_refused(setup, rules):
     del setup["algorithm"]
     with pytest.raises(ClientError, match=r"predict of .* 'narrow' returns .*\[\d+, 9\]; return"):
         raysim.run(setup, tracking=False)
+
+
+@pytest.fixture
+def net_file(tmp_path: Path) -> str:
+    """A file with a net with BatchNorm and dropout, as `raysim` builds it."""
+    (tmp_path / "own_net.py").write_text(program("lanes_net"))
+    return f"{tmp_path}/own_net.py:net"
+
+
+def plain_net() -> nn.Module:
+    """Return the net of `net_file` in plain PyTorch."""
+    names: dict[str, Any] = {}
+    exec(program("lanes_net"), names)
+    return names["net"]((1, 8, 8), 10).eval()
+
+
+CLIENTS_WITH_NETS = [1, 3, 5, 8]
+"""Clients of `setup` whose nets are compared; one of them never trains."""
+
+
+def check_nets(result: raysim.RunResult) -> list[dict[str, torch.Tensor]]:
+    """Compare the nets of clients with their rows of the last round, and return the state dicts."""
+    plan, rows = prepare(result.run_dir / "config.yaml"), at(result.clients, result.rounds)
+    assert rows.loc[CLIENTS_WITH_NETS, "held_out"].sum() == 1
+    states = []
+    for client, row in rows.loc[CLIENTS_WITH_NETS].iterrows():
+        states.append(result.net(client=client).state_dict())
+        net, (x, y) = plain_net(), examples(plan, client)["test"]
+        net.load_state_dict(states[-1])
+        with torch.no_grad():
+            logits = net(x)
+        assert float((logits.argmax(1) == y).double().mean()) == row["accuracy"], client
+        loss = F.cross_entropy(logits.double(), y).item()
+        assert loss == pytest.approx(row["loss"], rel=1e-6), client
+    return states
+
+
+OWN_TENSORS = {
+    "fedavg": [],
+    "local_only": ["0.1.weight", "0.2.weight", "0.2.running_mean", "2.bias"],
+    "fedrep": ["2.weight", "2.bias"],
+    "ditto": ["0.1.weight", "0.2.weight", "0.2.running_mean", "2.bias"],
+    "fedbn": ["0.2.weight", "0.2.running_mean"],
+    "fedala": ["2.weight"],
+}
+"""Methods, and tensors that clients have of their own after training."""
+
+
+@pytest.mark.parametrize("algorithm", OWN_TENSORS)
+def test_the_net_of_a_client_has_the_accuracy_that_is_reported(setup, net_file, algorithm, caplog):
+    """In plain PyTorch, of clients that train, of some that never do, and with states on disk."""
+    setup |= {"algorithm": algorithm, "model": net_file, "rounds": 3}
+    setup["local"] = {"epochs": 2, "batch_size": 8, "lr": LR}
+    setup["schedule"] = {"cohort": 6}
+    setup["client_state"] = {"memory": 1}
+    result = raysim.run(setup)
+    caplog.clear()
+    states = check_nets(result)
+    again = raysim.load(result.run_dir).net(client=CLIENTS_WITH_NETS[-1]).state_dict()
+    assert all(torch.equal(states[-1][name], value) for name, value in again.items())
+    assert not caplog.messages
+    for name in OWN_TENSORS[algorithm]:
+        assert len({tuple(state[name].flatten().tolist()) for state in states}) > 2, name
+    server = result.net().state_dict()
+    equal = [all(torch.equal(state[name], server[name]) for name in server) for state in states]
+    if algorithm == "fedavg":
+        assert all(equal) and not caplog.messages
+    else:
+        assert not all(equal)
+        assert (result.run_dir / "rows" / "rows.bin").exists()
+        [warning] = caplog.messages
+        assert warning.startswith("this is the server's net") and "--client 0" in warning
+
+
+def test_the_net_of_a_client_of_a_stopped_run(setup, net_file, tmp_path):
+    """From the last checkpoint; export and predict use it, and the best checkpoint has others."""
+    setup |= {"algorithm": "ditto", "model": net_file, "rounds": 5}
+    setup["evaluate"]["best"] = {"metric": "clients/loss", "mode": "max"}
+    stopped = raysim.run(setup, progress=lambda record: record["round"] == 2)
+    assert stopped.rounds == 2
+    states = check_nets(stopped)
+    path = export(stopped.run_dir, client=3)
+    assert path == str(stopped.run_dir / "final-client-3.pt")
+    exported = torch.load(path, weights_only=True)
+    assert all(torch.equal(exported[name], value) for name, value in states[1].items())
+    best = torch.load(export(stopped.run_dir, which="best", client=3), weights_only=True)
+    assert any(not torch.equal(best[name], value) for name, value in states[1].items())
+    net, data = plain_net(), prepare(stopped.run_dir / "config.yaml").dataset
+    net.load_state_dict(exported)
+    scaled = torch.from_numpy(data.x_test * data.scale[:, None, None] + data.shift[:, None, None])
+    with torch.no_grad():
+        torch.testing.assert_close(stopped.predict(data.x_test, client=3), net(scaled.float()))
+    resumed = raysim.resume(stopped.run_dir)
+    check_nets(resumed)
+    with pytest.raises(ConfigError, match=r"result after round 2, .* to round 5; load it again"):
+        stopped.net(client=3)
+
+
+def test_a_client_without_a_net_is_refused(setup, rules):
+    """A client that does not exist, whose state is not kept, or that predicts by a rule."""
+    setup["checkpoint"] = {"every": 0}
+    shared = raysim.run(setup, run_dir=f"{setup['run_dir']}-0")
+    assert shared.net(client=0).state_dict().keys() == shared.net().state_dict().keys()
+    for client in (N, -1):
+        with pytest.raises(ConfigError, match=f"no client {client}; the 12 are 0 to 11"):
+            shared.net(client=client)
+    own = raysim.run(setup, algorithm="ditto", run_dir=f"{setup['run_dir']}-1")
+    with pytest.raises(ConfigError, match=r"no checkpoint after round 2, .*checkpoint\.every"):
+        own.net(client=0)
+    setup |= {"client": f"{rules}:Three", "server": "fedavg", "checkpoint": {"every": 1}}
+    del setup["algorithm"]
+    with pytest.raises(ConfigError, match=r"clients of 'three' predict by its method `predict`"):
+        raysim.run(setup).net(client=0)
 
 
 def test_a_run_without_evaluated_clients_says_so(setup):

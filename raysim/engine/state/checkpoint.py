@@ -34,8 +34,10 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from raysim.config.sections.evaluation import DEFAULT_BEST, BestBy
+from raysim.data import partition_digest
+from raysim.engine.plan import Plan
 from raysim.engine.state import client_store
-from raysim.errors import RaysimError
+from raysim.errors import ConfigError, RaysimError
 from raysim.system.files import free_space, of_rounds, sync_to_disk
 from raysim.system.json_files import parsed
 from raysim.training.messages import Broadcast
@@ -213,6 +215,30 @@ def read_best(
         RaysimError: there are such checkpoints, but none is complete.
     """
     return _first_complete(run_dir, _best_first(available_checkpoints(run_dir), best), log)
+
+
+def check_belongs(saved: Checkpoint, plan: Plan, run_dir: Path) -> None:
+    """Check that a checkpoint belongs to the configuration, data and partition of a plan.
+
+    Args:
+        saved: a checkpoint of the run.
+        plan: the plan of the run, as its folder and its data now give it.
+        run_dir: the folder of the run.
+
+    Raises:
+        ConfigError: one of them differs.
+    """
+    if saved.facts["fingerprint"] != plan.config.fingerprint:
+        raise ConfigError(
+            f"{run_dir}: the checkpoint belongs to another configuration than config.yaml; "
+            "put the run's config.yaml back"
+        )
+    digests = {"data": plan.dataset.digest, "partition": partition_digest(plan.clients)}
+    if changed := [name for name, digest in digests.items() if saved.facts[name] != digest]:
+        raise ConfigError(
+            f"{changed[0]}: {run_dir} was run with another {changed[0]} than is there now; "
+            "put the old one back"
+        )
 
 
 def _first_complete(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from raysim.config.sections.evaluation import BestBy
 from raysim.data.examples import Examples
+from raysim.engine.evaluation.client_model import client_state_dict
 from raysim.engine.loop import Record
 from raysim.engine.plan import Plan
 from raysim.engine.state import checkpoint
@@ -40,6 +41,7 @@ def export(
     out: Path | None = None,
     *,
     keep_adapters: bool = False,
+    client: int | None = None,
 ) -> str:
     """Export the net of a run that is finished, or was stopped after a checkpoint.
 
@@ -52,25 +54,28 @@ def export(
             with its signature.
         which: the parameters after the last round, or those of the best checkpoint
             (`evaluate.best`).
-        out: the file to write; None: `<run_dir>/<which>.pt` or `.onnx`.
+        out: the file to write; None: `<run_dir>/<which>.pt` or `.onnx`, of a client
+            `<which>-client-<number>`.
         keep_adapters: export a state_dict with the adapters, for the net as the run has it.
+        client: number of a client, for the net that it is evaluated with; None: that of the server.
 
     Returns:
         The file, or the address of the model in MLflow.
 
     Raises:
-        ConfigError: there is no such run or checkpoint, or a package is missing.
+        ConfigError: there is no such run, checkpoint or client, or a package is missing.
         RaysimError: the net cannot be exported, or the file cannot be written.
     """
     folder = run_dir.find_run_dir(run)
     if format == "onnx" and importlib.util.find_spec("onnxscript") is None:
         raise ConfigError("export: onnxscript is not installed; run pip install 'raysim[onnx]'")
     plan = prepare(folder / "config.yaml")
-    net, step = _net(plan, folder, which)
+    net, step = _net(plan, folder, which, client)
     net = net if keep_adapters else merged(net)
+    name = which if client is None else f"{which}-client-{client}"
     if format == "mlflow":
-        return log_model(folder, net, _example(plan), which, step)
-    path = out or folder / f"{which}{SUFFIXES[format]}"
+        return log_model(folder, net, _example(plan), name, step)
+    path = out or folder / f"{name}{SUFFIXES[format]}"
     try:
         if format == "torch":
             torch.save(net.state_dict(), path)
@@ -91,6 +96,8 @@ def log_models(plan: Plan, finished: result.RunResult) -> None:
     Raises:
         RaysimError: MLflow cannot be reached, or a net cannot be exported.
     """
+    if plan.config.tracking.models:
+        result.warn_of_own_models(plan, finished.run_dir)
     for which in plan.config.tracking.models:
         if which == "final":
             net, step = result.net_with(plan, finished.state_dict), finished.rounds
@@ -99,16 +106,18 @@ def log_models(plan: Plan, finished: result.RunResult) -> None:
         log_model(finished.run_dir, merged(net), _example(plan), which, step)
 
 
-def _net(plan: Plan, folder: Path, which: Which) -> tuple[nn.Module, int]:
+def _net(plan: Plan, folder: Path, which: Which, client: int | None) -> tuple[nn.Module, int]:
     """Return the net with its parameters, and the round after which it has them."""
     if which == "final":
         loaded = result.load(folder)
-        return loaded.net(), loaded.rounds
-    return _best(plan, folder)
+        return loaded.net(client), loaded.rounds
+    if client is None:
+        result.warn_of_own_models(plan, folder)
+    return _best(plan, folder, client)
 
 
-def _best(plan: Plan, folder: Path) -> tuple[nn.Module, int]:
-    """Return the net of the best checkpoint, and its round."""
+def _best(plan: Plan, folder: Path, client: int | None = None) -> tuple[nn.Module, int]:
+    """Return the net of the best checkpoint, of the server or of a client, and its round."""
     best = plan.config.evaluate.best_by
     saved = checkpoint.read_best(folder, logger.warning, best)
     if saved is None:
@@ -119,7 +128,10 @@ def _best(plan: Plan, folder: Path) -> tuple[nn.Module, int]:
     history = folder / HISTORY_FILE
     if history.exists():
         _warn_of_a_better_round(saved.facts["round"], result.read_history(history), best)
-    named = plan.model().state_dict(evaluated_params(saved.server), saved.server["buffers"])
+    if client is None:
+        named = plan.state_dict(saved.server, evaluated_params(saved.server))
+    else:
+        named = client_state_dict(plan, folder, saved, client)
     return result.net_with(plan, named), saved.facts["round"]
 
 
