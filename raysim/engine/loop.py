@@ -168,16 +168,17 @@ class Engine(Generic[ModelHandle]):
                         f"{failure}; that was failure {failures} of the server since the last "
                         "completed round"
                     ) from None
-            except (Stopped, ClientError, ProbeError):
+            except (Stopped, ClientError, ProbeError) as end:
                 # A checkpoint needs the server in the state after `done` rounds. After other errors
                 # it may be ahead, see `CandidateEvaluator.evaluate`.
                 try:
                     yield from self._not_reported(self._completed(max_pending=0))
                     self._save_what_is_done()
                 except RaysimError as error:  # why the run ends matters more
+                    # A failed evaluation, which ends the run, fails here a second time.
                     logger.warning(
                         "the last rounds are not saved: %s; `raysim resume` trains them again",
-                        error,
+                        "an evaluation failed" if str(error) == str(end) else error,
                     )
                 raise
 

@@ -48,7 +48,7 @@ def measure(
         batch_size: number of examples in a pass.
         metrics: the metrics of the learning task to compute in addition to the loss.
         classes: number of classes for "accuracy/class_{c}"; 0: none.
-        positions: [n], the positions of the examples that count; None: all.
+        positions: [n], the positions of a client's examples, which alone count; None: all.
         predict: returns outputs from a forward pass; None: the net's own.
 
     Returns:
@@ -57,6 +57,7 @@ def measure(
     Raises:
         RaysimError: a metric failed; the message names it.
     """
+    of_client = positions is not None
     rows: list[list[Any]] = [[] for _ in metrics]
     of_class = torch.zeros(2, classes, dtype=torch.long, device=buffers.device)
     loss, task = _MeanLoss(net), net.model.learning_task
@@ -71,7 +72,7 @@ def measure(
             if (counted := task.counted(y)) is not None:
                 outputs, x, y = outputs[counted], x[counted], y[counted]
             for metric, parts in zip(metrics, rows, strict=True):
-                with _named(metric):
+                with _named(metric, of_client):
                     own_outputs = outputs
                     if type(metric).inputs is not TaskMetric.inputs:
                         own_outputs = _outputs(net, buffers, metric.inputs(x.clone()), predict)
@@ -83,7 +84,7 @@ def measure(
                 of_class += torch.stack([torch.bincount(p, minlength=classes) for p in (hits, y)])
     values = {}
     for metric, parts in zip(metrics, rows, strict=True):
-        with _named(metric):
+        with _named(metric, of_client):
             values[metric.name] = float(metric.value(_whole(parts)))
     return {**values, "loss": loss.value(), **_accuracies(of_class)}
 
@@ -98,14 +99,16 @@ def _accuracies(of_class: Tensor) -> dict[str, float]:
 
 
 @contextmanager
-def _named(metric: TaskMetric) -> Iterator[None]:
+def _named(metric: TaskMetric, of_client: bool) -> Iterator[None]:
     """Name the metric in the message if it fails, for it may be a user's."""
+    advice = "; return float('nan') for clients for which it is not defined" if of_client else ""
     try:
         yield
     except RaysimError:
         raise
     except Exception as error:
-        raise RaysimError(f"metric '{metric.name}' failed: {with_users_line(error)}") from error
+        failure = f"metric '{metric.name}' failed: {with_users_line(error)}"
+        raise RaysimError(failure + advice) from error
 
 
 def _outputs(net: BoundModel, buffers: Tensor, x: Tensor, predict: Predict | None) -> Tensor:

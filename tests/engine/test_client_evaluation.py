@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -441,6 +442,30 @@ def test_a_failed_evaluation_ends_the_run_or_leaves_the_client_out(setup, rules)
     odd = plan.clients.all_examples().sizes % 2 == 1
     assert at(result.clients, 2).index.tolist() == np.flatnonzero(~odd).tolist()
     assert result.history[-1]["clients/evaluation_failed"] == odd.sum() > 0
+
+
+def refuses_odd(outputs: torch.Tensor, y: torch.Tensor) -> float:
+    """Raises an error where it is not defined, as metrics of scikit-learn do."""
+    if len(y) % 2:
+        raise ValueError("an odd number of examples")
+    return float((outputs.argmax(1) == y).float().mean())
+
+
+def test_a_metric_that_fails_for_a_client_is_one_message_with_the_fix(setup, caplog):
+    setup["evaluate"] |= {"metrics": ["accuracy", refuses_odd]}
+    with pytest.raises(ClientError) as failure:
+        raysim.run(setup, tracking=False)
+    first, drop = str(failure.value).splitlines()
+    assert re.match(
+        r"the evaluation of client \d+ after round 0 failed: metric 'refuses_odd' ", first
+    )
+    assert "ValueError: an odd number of examples (" in first
+    assert first.endswith("; return float('nan') for clients for which it is not defined")
+    assert drop == "(faults.on_client_error=drop leaves such clients out of all metrics)"
+    reasons = [text for text in caplog.messages if "not saved" in text]
+    assert reasons == [
+        "the last rounds are not saved: an evaluation failed; `raysim resume` trains them again"
+    ]
 
 
 def test_parameters_of_another_shape_are_refused(setup, rules):

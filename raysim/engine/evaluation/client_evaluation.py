@@ -145,7 +145,9 @@ class ClientEvaluations:
         """
         evaluation = f"the evaluation of client {{}} after round {version}"
         on_error = self.config.faults.on_client_error
-        n_failed = count_failed(results, evaluation, on_error, "leaves such clients out")
+        n_failed = count_failed(
+            results, evaluation, on_error, "leaves such clients out of all metrics"
+        )
         evaluations = [done for done in results.evaluations if done.error is None]
         evaluations.sort(key=lambda done: done.client)
         if self.folder is not None and evaluations:

@@ -142,6 +142,8 @@ def _known_keys(key: Any, line: str, variables: Mapping[str, Any]) -> str:
 def with_traceback(error: BaseException) -> str:
     """Return `described` and the traceback in the user's code; without any, that of the engine.
 
+    An error of raysim's own says what is wrong, so it has no traceback of the engine.
+
     Args:
         error: an error with its traceback.
 
@@ -151,6 +153,8 @@ def with_traceback(error: BaseException) -> str:
     tb = error.__traceback__
     frames = list(zip(traceback.walk_tb(tb), traceback.extract_tb(tb), strict=True))
     theirs = [summary for (frame, _), summary in frames if is_users(frame.f_code)]
+    if not theirs and isinstance(error, RaysimError):
+        return described(error)
     shown = theirs or [summary for _, summary in frames]
     title = "In the rule or the model" if theirs else "In raysim and libraries"
     lines = [
