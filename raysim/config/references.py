@@ -100,6 +100,11 @@ def reference_of(value: Any, key: str) -> str:
 
 def _load_module(where: str, key: str) -> ModuleType:
     """Return the module that Python finds under a name."""
+    if not where or where.startswith(".") or "/" in where:
+        raise ConfigError(
+            f"{key}: '{where}' is neither a Python file, as in path.py:Name, nor a module, as in "
+            "package.module:Name"
+        )
     try:
         return _imported(where, where, key, (ConfigError, ImportError))
     except ImportError as error:

@@ -21,6 +21,7 @@ import raysim
 from raysim.attacks.noise_matching import MatchOptions
 from raysim.config import explain
 from raysim.config.loading import read_config, shipped
+from raysim.config.references import load_object
 from raysim.config.sections.base import at_round
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
@@ -1132,3 +1133,13 @@ def test_a_cluster_beside_the_inline_executor_is_refused(small, tmp_path):
     for continued in (raysim.resume, raysim.fork):
         with pytest.raises(ConfigError, match=r"^resources\.address"):
             continued(tmp_path / "run", {"rounds": 2, "resources.address": "10.0.0.1:6379"})
+
+
+@pytest.mark.parametrize("reference", ["./h.csv:x", "folder/h.csv:x", ".own:load", ":load"])
+def test_a_file_that_is_not_python_is_no_module(reference):
+    where = reference.rpartition(":")[0]
+    message = (
+        f"^data: '{re.escape(where)}' is neither a Python file, as in path.py:Name, nor a module"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_object(reference, "data")
