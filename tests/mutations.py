@@ -304,6 +304,48 @@ MUTATIONS = (
         "if number >= round:",
         ("tests/runs/test_run.py", "tests/engine/test_client_store.py"),
     ),
+    Mutation(
+        "checkpoint: the record of its round may be missing",
+        "raysim/engine/loop.py",
+        'if self.state.history[-1]["round"] < done:',
+        'if self.state.history[-1]["round"] < 0:',
+        ("tests/engine/test_probes.py",),
+    ),
+    Mutation(
+        "identity: how that is measured by which a run stops does not count",
+        "raysim/config/schema.py",
+        "if section is not None and judged.startswith(prefixes):",
+        "if section is not None and judged.startswith(prefixes[0] * 2):",
+        ("tests/config/test_config.py",),
+    ),
+    Mutation(
+        "objects: imports inside functions do not count",
+        "raysim/config/objects/description.py",
+        "values |= _imports(function)",
+        "values |= {}",
+        ("tests/runs/test_python_parts.py",),
+    ),
+    Mutation(
+        "fedrep: a single step trains the body alone",
+        "algorithms/personalised/fedrep.py",
+        "body = ~head if steps > 1 else torch.ones_like(head)",
+        "body = ~head",
+        ("tests/rules/test_personalisation.py",),
+    ),
+    Mutation(
+        "evaluation of clients: excluded groups count",
+        "raysim/engine/evaluation/client_evaluation.py",
+        "np.isin(self.groups, asked.exclude)",
+        "np.isin(self.groups, [])",
+        EVALUATION,
+    ),
+    Mutation(
+        "evaluation of clients: the net of a client has the server's statistics",
+        "raysim/training/client_evaluator.py",
+        "state_dict(w.detach(), buffers.detach())",
+        "state_dict(w.detach(), broadcast.buffers)",
+        EVALUATION,
+    ),
     # Numerics
     Mutation(
         "gradient memory: rows do not decay",
