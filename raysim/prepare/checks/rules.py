@@ -279,25 +279,18 @@ def _section_of_server(raw: Mapping[str, Any]) -> str:
 
 
 def note_attackers(raw: Mapping[str, Any], plan: Plan) -> None:
-    """Log that attackers get around the server rule, or that there are more than it expects.
+    """Log that the server rule is set for fewer attackers than the groups put into a round.
 
     Args:
         raw: the configuration of the run, before its defaults were written out.
         plan: the plan of the run.
     """
     server, cohort = plan.server, plan.problem.cohort
-    attacking = [k for k, group in enumerate(plan.groups, 1) if group.rule.attacks]
-    if attacking and plan.initial[1].numel() and plan.personal.statistics == "averaged":
-        startup_stages.notes.info(
-            "attackers also send statistics of normalisation layers, which are averaged over all "
-            "clients, whatever %s does with the updates; set local.buffers=frozen or personal, or "
-            "take nn.GroupNorm",
-            server.name,
-        )
     key = f"{_section_of_server(raw)}.{server.attackers_key}"
     value = getattr(server, server.attackers_key, None)
     if plan.members is None or not isinstance(value, int | float):
         return
+    attacking = [k for k, group in enumerate(plan.groups, 1) if group.rule.attacks]
     share = float(np.isin(plan.members[plan.clients.sizes > 0], attacking).mean())
     is_number = isinstance(value, int)
     n_attackers = round(share * cohort)
@@ -316,6 +309,22 @@ def note_attackers(raw: Mapping[str, Any], plan: Plan) -> None:
         names,
         _fix_for_attackers(key, server, needed, plan.problem),
     )
+
+
+def note_attacked_statistics(plan: Plan) -> None:
+    """Log that attackers send statistics, which no server rule sees.
+
+    Args:
+        plan: the plan of the run.
+    """
+    has_attackers = any(group.rule.attacks for group in plan.groups)
+    if has_attackers and plan.initial[1].numel() and plan.personal.statistics == "averaged":
+        startup_stages.notes.info(
+            "attackers also send statistics of normalisation layers, which are averaged over all "
+            "clients, whatever %s does with the updates; set local.buffers=frozen or personal, or "
+            "take nn.GroupNorm",
+            plan.server.name,
+        )
 
 
 def _fix_for_attackers(key: str, server: ServerRule, needed: float, problem: Problem) -> str:
