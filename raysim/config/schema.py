@@ -17,7 +17,13 @@ from pydantic import AfterValidator, Field
 from raysim.config.identity import Identity, identity_of, is_part
 from raysim.config.sections.base import Named, Section, ShortForm, default_name, named, not_empty
 from raysim.config.sections.data import IID, AnyData, Partition
-from raysim.config.sections.evaluation import Evaluate, OwnMetric, RecordUpdates, Stop
+from raysim.config.sections.evaluation import (
+    Evaluate,
+    OwnMetric,
+    RecordUpdates,
+    Stop,
+    section_that_measures,
+)
 from raysim.config.sections.execution import Batching, Faults, Resources
 from raysim.config.sections.groups import Group
 from raysim.config.sections.learning_rate import OwnStepSizes
@@ -49,13 +55,6 @@ FEDAVG = "fedavg"
 
 GENERAL = "general"
 """Family of the methods whose files are in no folder of a family."""
-
-JUDGED = {
-    "clients": ("clients/", "fine_tuned/", "held_out", "participation_gap/"),
-    "theory": ("theory/",),
-    "forgetting": ("forgetting/",),
-}
-"""Sections of `evaluate` that determine how metrics with these prefixes are measured."""
 
 KEYS_OF_FILES = ("data.path", "partition.path", "model.init_from")
 """Keys that are no part of a run's identity where `files` has the digest of what they name."""
@@ -219,14 +218,14 @@ class Config(Section):
         return whole
 
     def _identity_of_evaluations(self, judged: str) -> dict[str, Any]:
-        """Return the rounds of evaluations, and how what `stop` judges is measured."""
+        """Return the rounds of evaluations, and the settings that measure the metric of `stop`."""
         evaluate = self.evaluate
         identity: dict[str, Any] = {"every": evaluate.every}
         if evaluate.clients:
             identity["clients"] = {"every": evaluate.clients.every}
-        for name, prefixes in JUDGED.items():
-            section = getattr(evaluate, name)
-            if section is not None and judged.startswith(prefixes):
+        section = section_that_measures(evaluate, judged)
+        for name in ("clients", "theory", "forgetting"):
+            if section is not None and section is getattr(evaluate, name):
                 identity[name] = identity_of(section)
         return identity
 

@@ -6,27 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 
 from raysim.config.schema import Config
-from raysim.config.sections.evaluation import Stop
+from raysim.config.sections.evaluation import OF_CLIENTS, ROUND_METRICS, Stop, section_that_measures
 from raysim.errors import RaysimError
 from raysim.spelling import did_you_mean
-
-ROUND_METRICS = (
-    "train_loss",
-    "clients/used",
-    "clients/never_seen",
-    "clients/failed",
-    "clients/dropped_out",
-    "clients/missed_deadline",
-    "clients/discarded_stale",
-    "bytes_up",
-    "bytes_down",
-    "system/clients_per_second",
-    "system/round_seconds",
-)
-"""Metrics of rounds, not of evaluations; others with a / in their name depend on the method."""
-
-OF_CLIENTS = ("clients", "held_out", "fine_tuned", "held_out_fine_tuned", "participation_gap")
-"""First parts of the names of metrics that evaluations of clients log."""
 
 
 class StopRule:
@@ -104,11 +86,7 @@ class StopRule:
 
 def _rounds_between_values(config: Config, metric: str) -> int:
     """Return after how many rounds a metric has its next value."""
-    if metric in ROUND_METRICS:
-        return 1
-    evaluate = config.evaluate
-    measured = {**dict.fromkeys(OF_CLIENTS, evaluate.clients), "theory": evaluate.theory}
-    if section := measured.get(metric.partition("/")[0]):
+    if section := section_that_measures(config.evaluate, metric):
         return section.every
     bare = metric.removeprefix("val/").removeprefix("accuracy/")
-    return evaluate.every or 1 if "/" not in bare else 1
+    return config.evaluate.every or 1 if "/" not in bare and metric not in ROUND_METRICS else 1

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import logging
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError
 from raysim.metrics import has_direction, lower_is_better
 from raysim.prepare.resolve import prepare, read_run_config
+from raysim.rules.contract import overridden
 from raysim.rules.tasks.several_outputs import OutputForms
 from raysim.runs import run_dir
 from raysim.runs.given_again import naming_difference
@@ -279,14 +281,17 @@ def warn_of_own_models(plan: Plan, folder: Path) -> None:
         plan: the plan of the run.
         folder: the folder of the run.
     """
-    if have_own_models(plan):
-        logger.warning(
-            "this is the server's net, and clients of '%s' have models of their own; that of "
-            "client 0 is raysim.load('%s').net(client=0), or raysim export %s --client 0",
-            plan.label,
-            folder,
-            folder,
-        )
+    if not have_own_models(plan):
+        return
+    advice = ""
+    if not overridden(plan.group(0).rule, ["predict"]):
+        command = f"raysim export {shlex.quote(str(folder))} --client 0"
+        advice = f"; net(client=0), or `{command}`, gives that of client 0"
+    logger.warning(
+        "this is the server's net, and clients of '%s' have models of their own%s",
+        plan.label,
+        advice,
+    )
 
 
 def best_figures(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -57,7 +57,7 @@ def free_space(folder: Path) -> str:
     Args:
         folder: the folder, which need not exist.
     """
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     return f"{shutil.disk_usage(existing).free / 1e6:.0f} MB free there"
 
 

@@ -101,7 +101,7 @@ def _accuracies(of_class: Tensor) -> dict[str, float]:
 @contextmanager
 def _named(metric: TaskMetric, of_client: bool) -> Iterator[None]:
     """Name the metric in the message if it fails, for it may be a user's."""
-    advice = "; return float('nan') for clients for which it is not defined" if of_client else ""
+    advice = "; if it is not defined for this client, return float('nan')" if of_client else ""
     try:
         yield
     except RaysimError:

@@ -72,3 +72,38 @@ def test_a_variable_that_a_script_has_set_is_named(module, change, message):
     change(module)
     with pytest.raises(ConfigError, match=message):
         run(module)
+
+
+PACKAGE = {
+    "__init__": "",
+    "helper": "GAMMA = 1.0",
+    "losses": """from torch.nn import functional as F
+
+
+def loss(outputs, y):
+    {}
+    return GAMMA * F.cross_entropy(outputs, y)
+""",
+}
+
+
+@pytest.mark.parametrize(
+    "line", ["from .helper import GAMMA", "from own_losses.helper import GAMMA", "GAMMA = 1.0"]
+)
+def test_a_function_of_a_package_may_import_from_it_when_it_is_called(
+    line, module, tmp_path, monkeypatch
+):
+    folder = tmp_path / "own_losses"
+    folder.mkdir()
+    for name, text in PACKAGE.items():
+        (folder / f"{name}.py").write_text(text.replace("{}", line))
+    for name in ("own_losses", "own_losses.helper", "own_losses.losses"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    plain = run(module).digest
+    monkeypatch.setattr(module, "loss", importlib.import_module("own_losses.losses").loss)
+    assert run(module).digest == plain
+    helper = importlib.import_module("own_losses.helper")
+    monkeypatch.setattr(helper, "GAMMA", 2.0)
+    if "import" in line:
+        with pytest.raises(ConfigError, match=r"GAMMA', which loss uses, is another"):
+            run(module)

@@ -460,7 +460,7 @@ def test_a_metric_that_fails_for_a_client_is_one_message_with_the_fix(setup, cap
         r"the evaluation of client \d+ after round 0 failed: metric 'refuses_odd' ", first
     )
     assert "ValueError: an odd number of examples (" in first
-    assert first.endswith("; return float('nan') for clients for which it is not defined")
+    assert first.endswith("; if it is not defined for this client, return float('nan')")
     assert drop == "(faults.on_client_error=drop leaves such clients out of all metrics)"
     reasons = [text for text in caplog.messages if "not saved" in text]
     assert reasons == [

@@ -12,7 +12,6 @@ import copyreg
 import dis
 import functools
 import hashlib
-import importlib.util
 import inspect
 import sys
 import weakref
@@ -23,6 +22,7 @@ from typing import Any
 from raysim.config.distributions import distribution_of
 from raysim.config.objects.pickling import resolves
 from raysim.spelling import lacking
+from raysim.system.signals import reraise_stop
 
 STATE_OF_MODULES = ("training", "_modules", "_parameters", "_buffers")
 """Attributes of a module that are described otherwise, or do not count."""
@@ -430,8 +430,11 @@ def _variables(code: CodeType) -> set[str]:
 
 
 def _imports(function: FunctionType) -> dict[str, ModuleType]:
-    """Return the user's modules that a function imports when it is called, by name."""
-    known = function.__globals__
+    """Return the user's modules that a function imports when it is called, by name as written.
+
+    A module of a package may be loaded a second time under another name, see `reference_of`.
+    """
+    known, importer = function.__globals__, function.__builtins__["__import__"]
     modules = {}
     for part in _codes(function.__code__):
         steps = [step for step in dis.get_instructions(part) if step.opname != "EXTENDED_ARG"]
@@ -442,11 +445,13 @@ def _imports(function: FunctionType) -> dict[str, ModuleType]:
             if not _is_users_module(known.get("__package__") if level else name):
                 continue
             try:
-                __import__(name, known, None, attributes, level)
-                name = importlib.util.resolve_name("." * level + name, known.get("__package__"))
-            except Exception:  # the function may know what to do without the module
+                module = importer(name, known, None, attributes, level)
+                if not attributes:  # then it is the package at the top
+                    module = functools.reduce(getattr, name.split(".")[1:], module)
+            except BaseException as error:  # the function may know what to do without the module
+                reraise_stop(error)
                 continue
-            modules[name] = sys.modules[name]
+            modules["." * level + name] = module
     return modules
 
 

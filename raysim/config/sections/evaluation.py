@@ -19,6 +19,24 @@ from raysim.config.sections.base import (
     named,
 )
 
+ROUND_METRICS = (
+    "train_loss",
+    "clients/used",
+    "clients/never_seen",
+    "clients/failed",
+    "clients/dropped_out",
+    "clients/missed_deadline",
+    "clients/discarded_stale",
+    "bytes_up",
+    "bytes_down",
+    "system/clients_per_second",
+    "system/round_seconds",
+)
+"""Metrics of rounds, not of evaluations; others with a / in their name depend on the method."""
+
+OF_CLIENTS = ("clients", "held_out", "fine_tuned", "held_out_fine_tuned", "participation_gap")
+"""First parts of the names of metrics that evaluations of clients log."""
+
 
 class Forgetting(Section):
     """Measurement of what clients forget of the previous round's clients' data (Xu 2022, B.3)."""
@@ -145,6 +163,22 @@ class Evaluate(Section):
             rounds: number of rounds of the run.
         """
         return is_due(self.every, rounds_done, rounds)
+
+
+def section_that_measures(
+    evaluate: Evaluate, metric: str
+) -> EvaluateClients | Theory | Forgetting | None:
+    """Return the section with the rounds and settings of a metric; None for any other metric.
+
+    Args:
+        evaluate: the section `evaluate`.
+        metric: name of the metric.
+    """
+    if metric in ROUND_METRICS:
+        return None
+    sections = dict.fromkeys(OF_CLIENTS, evaluate.clients)
+    measured = {**sections, "theory": evaluate.theory, "forgetting": evaluate.forgetting}
+    return measured.get(metric.partition("/")[0])
 
 
 class OwnMetric(Section):

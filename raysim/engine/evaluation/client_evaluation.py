@@ -85,6 +85,8 @@ class ClientEvaluations:
         included = np.ones(len(clients), dtype=bool)
         if self.groups is not None:
             included = ~np.isin(self.groups, asked.exclude)
+        if not included.any():
+            raise ConfigError("evaluate.clients.exclude: no client is left to evaluate")
         trains = included & (clients.all_examples().sizes > 0)
         has_examples = np.zeros(len(clients), dtype=bool)
         for kind, lists in (("test", clients.test), ("val", clients.val)):
@@ -142,6 +144,7 @@ class ClientEvaluations:
 
         Raises:
             ClientError: an evaluation failed, and `faults.on_client_error` is "stop".
+            RaysimError: the table cannot be written.
         """
         evaluation = f"the evaluation of client {{}} after round {version}"
         on_error = self.config.faults.on_client_error
@@ -309,6 +312,7 @@ class ClientMetrics:
 
         Raises:
             ClientError: an evaluation failed, and `faults.on_client_error` is "stop".
+            RaysimError: the table cannot be written.
         """
         return self.record(self.results.get())
 

@@ -61,6 +61,7 @@ def client_state_dict(
         ConfigError: there is no such client, it predicts by more than a net, or the checkpoint is
             that of another configuration, other data or another partition.
         ClientError: a method of the client rule failed.
+        RaysimError: it breaks its contract, or a row of the clients' states is damaged.
     """
     check_client(plan, client)
     t = saved.facts["round"]
@@ -81,7 +82,7 @@ def client_state_dict(
         store = ClientStateStore(
             len(plan.clients), sum(tensor.nbytes for tensor in rows), run_dir / ROWS_FOLDER
         )
-        store.unpack(saved.clients, checkpoint.disk_slots(run_dir))
+        store.unpack(saved.clients, ())  # nothing is written, so no slot needs to be held
         [block] = evaluation_blocks([client], t, store, have_own_models(plan), "test")
         trainer = make_trainer(plan, "cpu")
         test_half = partial(Examples.of, plan.dataset, "test", "cpu", plan.dtype)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from raysim.config.schema import Config
-from raysim.engine.early_stop import OF_CLIENTS, ROUND_METRICS
+from raysim.config.sections.evaluation import OF_CLIENTS, ROUND_METRICS
 from raysim.errors import ConfigError
 from raysim.metrics import (
     VALIDATION,

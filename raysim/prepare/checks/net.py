@@ -137,8 +137,8 @@ def check_batches_of_one(config: Config, net: nn.Module, model: Model, sizes: np
             ) from None
         startup_stages.notes.info(
             "clients with a single training example: %d; PyTorch does not train this net on one "
-            "(%s). Here its normalisation returns the shift, and a variance of 0 counts in the "
-            "averaged statistics: leave them out, take nn.GroupNorm, or set local.buffers=frozen",
+            "(%s). Here its normalisation returns the shift, and a variance of 0 counts in its "
+            "statistics: leave them out, take nn.GroupNorm, or set local.buffers=frozen",
             n_single,
             error,
         )

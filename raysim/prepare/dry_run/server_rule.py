@@ -48,6 +48,9 @@ from raysim.training.trainers.group_trainer import GroupTrainer
 
 logger = logging.getLogger("raysim")
 
+LONGER = (2, 10)
+"""How many times as long a run is for which `init` has to return the same."""
+
 
 def dry_run_server_rule(plan: Plan, key: str) -> None:
     """Check a user's server rule in a dry run; rules that raysim ships are skipped.
@@ -90,6 +93,7 @@ def check_contract(plan: Plan) -> None:
     """
     rule, plan = plan.server, replace(plan, server=watched(plan.server))
     try:
+        _refuse_use_of_rounds(plan)
         for first, second in zip(_train_two_rounds(plan), _train_two_rounds(plan), strict=False):
             for key in first.keys() & second.keys():
                 if not same_values(first[key], second[key]):
@@ -100,7 +104,6 @@ def check_contract(plan: Plan) -> None:
                 chosen = _select(plan, min(t, plan.config.rounds - 1))
                 if first_chosen.setdefault(t, chosen) != chosen:
                     raise keeps_something(rule, "`select` returns other clients")
-        _refuse_use_of_rounds(plan)
     except ContractError:
         raise
     except RaysimError as error:
@@ -146,16 +149,24 @@ def _train_two_rounds(plan: Plan) -> list[State]:
 def _refuse_use_of_rounds(plan: Plan) -> None:
     """Raise ContractError if the first state depends on the run's length, which resume changes."""
     state = make_server(plan, "cpu").state
-    longer = replace(plan.problem, rounds=plan.problem.rounds + 1)
-    for key, value in make_server(replace(plan, problem=longer), "cpu").state.items():
-        if key not in state or not same_values(state[key], value):
-            raise breach(
-                plan.server,
-                "init",
-                f"returns another '{key}' for another number of rounds, and a run that is resumed "
-                "for more rounds would have the state of the shorter one; make the length of a "
-                "schedule a hyper-parameter",
-            )
+    for factor in LONGER:
+        longer = replace(plan.problem, rounds=factor * plan.problem.rounds)
+        try:
+            other = make_server(replace(plan, problem=longer), "cpu").state
+        except ContractError:
+            raise
+        except RaysimError as error:  # a rule may refuse so many
+            logger.debug("init is not tried with %d rounds: %s", longer.rounds, error)
+            continue
+        for key in state.keys() | other.keys():
+            if key not in state or key not in other or not same_values(state[key], other[key]):
+                raise breach(
+                    plan.server,
+                    "init",
+                    f"returns another '{key}' for another number of rounds, and a run that is "
+                    "resumed for more rounds would have the state of the shorter one; make the "
+                    "length of a schedule a hyper-parameter",
+                )
 
 
 def _weighed(plan: Plan, tasks: list[ClientTask], round: RoundCohort) -> list[ClientTask]:

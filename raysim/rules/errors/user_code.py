@@ -148,7 +148,7 @@ def with_traceback(error: BaseException) -> str:
         error: an error with its traceback.
 
     Returns:
-        Several lines, of the innermost `MAX_FRAMES` frames.
+        Several lines, of the innermost `MAX_FRAMES` frames; one for an error of raysim's own.
     """
     tb = error.__traceback__
     frames = list(zip(traceback.walk_tb(tb), traceback.extract_tb(tb), strict=True))
