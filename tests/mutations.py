@@ -314,8 +314,8 @@ MUTATIONS = (
     Mutation(
         "identity: how that is measured by which a run stops does not count",
         "raysim/config/schema.py",
-        "if section is not None and judged.startswith(prefixes):",
-        "if section is not None and judged.startswith(prefixes[0] * 2):",
+        "if section is not None and section is getattr(evaluate, name):",
+        "if section is not None and section is None:",
         ("tests/config/test_config.py",),
     ),
     Mutation(
