@@ -80,9 +80,11 @@ class Nodes:
             f"--ray-client-server-port={client}",
         ]
         self._node(*head, "--dashboard-host=127.0.0.1", name="head", cpus=0)
-        until(self._up, 120, (self.folder / "nodes.txt").read_text())
+        until(lambda: self._answer("jobs/") is not None, 120, "the head does not answer")
         for name in ("second", "third"):
             self._node(f"--address={self.address}", name=name, cpus=2)
+        # A job that begins before they have joined is refused: the head has no CPUs.
+        until(lambda: self._n_alive() == 3, 120, "the nodes do not join")
 
     def _node(self, *options: str, name: str, cpus: int) -> None:
         agent, grpc, environment, metrics = free_ports(4)
@@ -116,16 +118,21 @@ class Nodes:
                 )
             )
 
-    def _up(self) -> bool:
-        """Whether jobs are listed, to whom has the token."""
-        listing = urllib.request.Request(
-            f"{self.dashboard}/api/jobs/", headers={"Authorization": f"Bearer {TOKEN}"}
+    def _answer(self, path: str) -> Any:
+        """Return what the dashboard answers to whom has the token; None if it does not."""
+        asked = urllib.request.Request(
+            f"{self.dashboard}/api/{path}", headers={"Authorization": f"Bearer {TOKEN}"}
         )
         try:
-            with urllib.request.urlopen(listing, timeout=5) as answer:
-                return answer.status == 200
-        except (OSError, http.client.HTTPException):
-            return False
+            with urllib.request.urlopen(asked, timeout=5) as answer:
+                return json.load(answer)
+        except (OSError, ValueError, http.client.HTTPException):
+            return None
+
+    def _n_alive(self) -> int:
+        answer = self._answer("v0/nodes")
+        nodes = answer["data"]["result"]["result"] if answer and answer["result"] else []
+        return sum(node["state"] == "ALIVE" for node in nodes)
 
     def stop(self) -> None:
         for process in self.processes:
