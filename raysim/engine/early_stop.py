@@ -89,4 +89,6 @@ def _rounds_between_values(config: Config, metric: str) -> int:
     if section := section_that_measures(config.evaluate, metric):
         return section.every
     bare = metric.removeprefix("val/").removeprefix("accuracy/")
-    return config.evaluate.every or 1 if "/" not in bare and metric not in ROUND_METRICS else 1
+    if metric in ROUND_METRICS or "/" in bare:
+        return 1
+    return config.evaluate.every or 1

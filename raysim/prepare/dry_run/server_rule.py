@@ -119,8 +119,7 @@ def _train_two_rounds(plan: Plan) -> list[State]:
     Raises:
         RaysimError: the rule fails, or breaks its contract.
     """
-    problem = replace(plan.problem, n_clients=2, cohort=2, n_nonempty=2, n_held_out=0)
-    plan = replace(plan, problem=problem)
+    plan = _of_two_clients(plan)
     resources = plan.config.resources
     trainer, _, tasks = SmallClients(plan).stage(device_of(resources.gpus))
     samples = trainer.clients.sizes.tolist()
@@ -146,8 +145,16 @@ def _train_two_rounds(plan: Plan) -> list[State]:
     return states
 
 
+def _of_two_clients(plan: Plan) -> Plan:
+    """Return a plan whose server's state is small: some rules keep a vector for each client."""
+    return replace(
+        plan, problem=replace(plan.problem, n_clients=2, cohort=2, n_nonempty=2, n_held_out=0)
+    )
+
+
 def _refuse_use_of_rounds(plan: Plan) -> None:
     """Raise ContractError if the first state depends on the run's length, which resume changes."""
+    plan = _of_two_clients(plan)
     state = make_server(plan, "cpu").state
     for factor in LONGER:
         longer = replace(plan.problem, rounds=factor * plan.problem.rounds)
