@@ -434,8 +434,7 @@ def _imports(function: FunctionType) -> dict[str, ModuleType]:
 
     A module of a package may be loaded a second time under another name, see `reference_of`.
     """
-    known, importer = function.__globals__, function.__builtins__["__import__"]
-    modules = {}
+    known, modules = function.__globals__, {}
     for part in _codes(function.__code__):
         steps = [step for step in dis.get_instructions(part) if step.opname != "EXTENDED_ARG"]
         for i in range(2, len(steps)):
@@ -445,6 +444,8 @@ def _imports(function: FunctionType) -> dict[str, ModuleType]:
             if not _is_users_module(known.get("__package__") if level else name):
                 continue
             try:
+                # Python's own, or that of a file that was loaded; a named tuple's code has none.
+                importer = function.__builtins__["__import__"]
                 module = importer(name, known, None, attributes, level)
                 if not attributes:  # then it is the package at the top
                     module = functools.reduce(getattr, name.split(".")[1:], module)
