@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from raysim.config.tracking_uri import mask_secrets
-from raysim.data import partition_digest
 from raysim.engine.loop import Record
 from raysim.engine.plan import Plan
 from raysim.engine.state import checkpoint, client_store
@@ -144,18 +143,13 @@ def _where_it_stopped(trial: Trial, ready: Plan) -> checkpoint.Checkpoint | None
     if max(rounds, default=0) > last:
         # Of a longer run; the one after the trial's last round lacks the last evaluation.
         checkpoint.remove_after(trial.folder, last - 1)
-    same = {
-        "fingerprint": ready.config.fingerprint,
-        "data": ready.dataset.digest,
-        "partition": partition_digest(ready.clients),
-    }
     try:
         saved = checkpoint.read_latest(trial.folder, logger.warning)
+        if saved is not None:
+            checkpoint.check_belongs(saved, ready, trial.folder)
+            return saved
     except RaysimError as error:
         logger.warning("%s; the trial starts again", error)
-        saved = None
-    if saved is not None and same.items() <= saved.facts.items():
-        return saved
     checkpoint.remove_after(trial.folder, 0)
     return None
 
