@@ -23,6 +23,7 @@ class BulyanServer(ServerRule):
     """x <- x - lr * mean of the selected values that are nearest to their median."""
 
     counts_equally = True
+    weights_after_training = True
     attackers_key = "attackers"
     attackers: NonNegativeInt = 1
     """f, the number of attackers in a round of at least 4 f + 3 clients."""
@@ -51,6 +52,7 @@ class BulyanServer(ServerRule):
             # Of two that are each other's one neighbour, the one nearer to all others is taken.
             ranks = list(zip(scores, ascending.sum(1).tolist(), strict=True))
             selected.append(left.pop(ranks.index(min(ranks))))
+        reports.set_weights((k in selected) / len(selected) for k in range(len(deltas)))
         chosen = deltas[selected]
         # `Tensor.median` has no deterministic kernel on a GPU.
         median = sort_coordinates(chosen)[(len(chosen) - 1) // 2]

@@ -25,6 +25,7 @@ class ClippedClusteringServer(ServerRule):
 
     name = "clipped_clustering"
     counts_equally = True
+    weights_after_training = True
     uploads = {"delta": "per_client"}
 
     def init(self, x0, problem):
@@ -46,6 +47,7 @@ class ClippedClusteringServer(ServerRule):
             tree = linkage(squareform(distances, checks=False), "average")
             labels = fcluster(tree, 2, "maxclust")
         larger = torch.from_numpy(labels == np.bincount(labels).argmax()).to(deltas.device)
+        reports.set_weights((larger.double() / larger.sum()).tolist())
         kept = torch.zeros_like(state["norms"])
         kept[: len(known)] = known
         x = state["x"] - self.lr * clipped[larger].mean(0)

@@ -22,6 +22,7 @@ class DnCServer(ServerRule):
     """Mean of the updates without outliers along the direction of their largest variance."""
 
     counts_equally = True
+    weights_after_training = True
     attackers_key = "attackers"
     uploads = {"delta": "per_client"}
     attackers: NonNegativeInt = 1
@@ -52,7 +53,9 @@ class DnCServer(ServerRule):
             centred = centred - centred.mean(0)
             v = torch.linalg.svd(centred, full_matrices=False).Vh[0]
             votes[(centred @ v).square().argsort(stable=True)[:n_kept]] += 1
-        return {"x": state["x"] - self.lr * deltas[votes == votes.max()].mean(0)}
+        kept = votes == votes.max()
+        reports.set_weights((kept.double() / kept.sum()).tolist())
+        return {"x": state["x"] - self.lr * deltas[kept].mean(0)}
 
 
 Algorithm("dnc", FedAvgClient, DnCServer, "Shejwalkar 2021")

@@ -21,6 +21,7 @@ class FLTrustServer(ServerRule):
     """Mean of updates, weighted by their cosines with an update on trusted data."""
 
     counts_equally = True
+    weights_after_training = True
     needs_public_data = "labels"
     epochs: PositiveInt = 1
     """Passes over the root data in a round."""
@@ -39,7 +40,9 @@ class FLTrustServer(ServerRule):
         root, deltas = state["x"] - w, reports.per_client("delta")
         norms = deltas.norm(dim=1).clamp(min=1e-12)
         trust = torch.relu(deltas @ root / (norms * root.norm()))
-        mean = (trust * root.norm() / norms) @ deltas / trust.sum().clamp(min=1e-12)
+        total = trust.sum().clamp(min=1e-12)
+        reports.set_weights((trust.double() / total).tolist())
+        mean = (trust * root.norm() / norms) @ deltas / total
         return {"x": state["x"] - self.lr * mean}
 
 

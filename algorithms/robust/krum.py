@@ -22,6 +22,7 @@ class KrumServer(ServerRule):
     """x <- x - lr * mean of the m updates with the smallest scores."""
 
     counts_equally = True
+    weights_after_training = True
     attackers_key = "attackers"
     attackers: NonNegativeInt = 1
     """f, the number of attackers in a round of at least 2 f + 3 clients."""
@@ -47,6 +48,7 @@ class KrumServer(ServerRule):
         squared = torch.cdist(deltas, deltas, compute_mode=EXACT).square()
         scores = squared.sort(dim=1).values[:, 1 : neighbours + 1].sum(1)
         best = scores.argsort(stable=True)[: self.m]
+        reports.set_weights((k in best) / len(best) for k in range(len(deltas)))
         return {"x": state["x"] - self.lr * deltas[best].mean(0)}
 
 

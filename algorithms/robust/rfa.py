@@ -17,6 +17,7 @@ from raysim.rules import Algorithm, NonNegativeInt, Positive, ServerRule
 class RFAServer(ServerRule):
     """x <- x - lr * geometric median of the updates, with the weights p_i of the clients."""
 
+    weights_after_training = True
     iterations: NonNegativeInt = 3
     """Passes of the algorithm in a round. It starts at the mean."""
     nu: Positive = 1e-6
@@ -28,10 +29,11 @@ class RFAServer(ServerRule):
 
     def update(self, state, reports):
         deltas, median = reports.per_client("delta"), reports.mean("delta")
-        p = deltas.new_tensor(reports.weights)
+        p = beta = deltas.new_tensor(reports.weights)
         for _ in range(self.iterations):
             beta = p / (deltas - median).norm(dim=1).clamp(min=self.nu)
             median = beta @ deltas / beta.sum()
+        reports.set_weights((beta.double() / beta.double().sum()).tolist())
         return {"x": state["x"] - self.lr * median}
 
 

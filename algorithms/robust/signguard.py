@@ -23,6 +23,7 @@ class SignGuardServer(ServerRule):
     """Mean of the updates whose norms and signs are like those of most others."""
 
     counts_equally = True
+    weights_after_training = True
     uploads = {"delta": "per_client"}
     lower: NonNegative = 0.1
     """Smallest norm, in units of the median norm."""
@@ -46,6 +47,7 @@ class SignGuardServer(ServerRule):
         shares = torch.stack([(signs == sign).double().mean(1) for sign in (1, 0, -1)], 1)
         alike = torch.from_numpy(largest_cluster(shares.cpu().numpy())).to(deltas.device)
         kept = kept & alike if (kept & alike).any() else kept
+        reports.set_weights((kept.double() / kept.sum()).tolist())
         factors = (median / norms.clamp(min=1e-12)).clamp(max=1)
         return {"x": state["x"] - self.lr * (factors[:, None] * deltas)[kept].mean(0)}
 

@@ -512,5 +512,5 @@ def _prepared_clients(snapshot: State, name: str) -> Prepared[list[int]]:
 
 def _entropy(weights: list[float]) -> float:
     """Return the entropy of the weights in nats: log K if all K weights are equal."""
-    p = np.array(weights) / sum(weights)
+    p = np.array(weights) / (sum(weights) or 1.0)  # FLTrust may trust nobody
     return float(-(p[p > 0] * np.log(p[p > 0])).sum())

@@ -77,6 +77,8 @@ def test_attackers_reach_averaged_statistics_whatever_the_server_rule_does(buffe
     said = notes(algorithm="median", model="tinynn", local=local)
     assert len(said) == (buffers == "averaged")
     assert all("averaged over all clients, whatever median does" in note for note in said)
+    chosen = {"name": "krum", "attackers": 2}
+    assert not notes(algorithm=chosen, model="tinynn", local=local)
 
 
 def test_a_sweep_prints_it_once(base, ragged, capsys):

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import softmax_regression
+from support import plain_fedavg, softmax_regression
 from support.examples import gallery
 from support.server_rules import noise, reports, rule, step
 from support.softmax_regression import local_models
+from torch import nn
 
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
@@ -106,6 +107,57 @@ def test_the_order_of_clients_does_not_matter(name):
             for order in (range(n), *(orders.permutation(n) for _ in range(8)))
         ]
         assert all(near(each, moved[0]) for each in moved)
+
+
+CHOOSING: dict[str, dict[str, Any]] = {
+    "bulyan.py:BulyanServer": {"attackers": 2},
+    "krum.py:KrumServer": {"attackers": 2, "m": 3},
+    "dnc.py:DnCServer": {"attackers": 2},
+    "rfa.py:RFAServer": {"iterations": 5},
+    "signguard.py:SignGuardServer": {},
+    "clipped_clustering.py:ClippedClusteringServer": {},
+}
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_batch_norm_statistics_are_averaged_as_the_updates_are(name):
+    """Two of eleven updates are far off: their weights are 0 where the rule leaves them out. An
+    update that is a weighted mean has these very weights."""
+    deltas = 1 + 0.1 * DELTAS
+    deltas[[2, 7]] *= -30
+    server, arrived = rule(f"robust/{name}", **CHOOSING[name]), reports(deltas)
+    state = server.init(torch.zeros(7, dtype=torch.float64), None)
+    moved = -server.update(state, arrived)["x"].numpy()
+    weights = np.array(arrived.given_weights)
+    assert weights.sum() == pytest.approx(1) and weights.min() >= 0 and len(weights) == 11
+    assert weights[[2, 7]] == pytest.approx(0, abs=1e-2 if "rfa" in name else 0)
+    if name.split(".")[0] in ("krum", "dnc", "rfa"):
+        assert near(weights @ deltas, moved)
+
+
+def test_an_attacker_does_not_reach_the_batch_norm_statistics_of_krum():
+    """The net after a round is that of one honest client, with its statistics."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    parts = plain_fedavg.cut([20] * 6)
+    data = plain_fedavg.blobs()
+    result = plain_fedavg.run(
+        net,
+        data,
+        parts,
+        rounds=1,
+        algorithm={"name": "krum", "attackers": 1},
+        groups={"bad": {"ids": [0], "client": {"name": "sign_flip"}}},
+    )
+    honest = [plain_fedavg.fedavg(net, data, [part], rounds=1) for part in parts[1:]]
+    gaps = [
+        max(
+            float((value - other.state_dict()[key]).abs().max())
+            for key, value in result.state_dict.items()
+            if "tracked" not in key
+        )
+        for other in honest
+    ]
+    assert min(gaps) < 1e-12 and result.history[-1]["server/weights_entropy"] == 0
 
 
 def test_signguard_keeps_a_few_that_are_alike():

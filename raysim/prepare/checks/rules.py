@@ -312,13 +312,15 @@ def note_attackers(raw: Mapping[str, Any], plan: Plan) -> None:
 
 
 def note_attacked_statistics(plan: Plan) -> None:
-    """Log that attackers send statistics, which no server rule sees.
+    """Log that attackers send statistics, which the server rule averages over all clients.
 
     Args:
         plan: the plan of the run.
     """
-    has_attackers = any(group.rule.attacks for group in plan.groups)
-    if has_attackers and plan.initial[1].numel() and plan.personal.statistics == "averaged":
+    is_averaged = plan.personal.statistics == "averaged" and plan.initial[1].numel()
+    # Rules that choose among the clients take the statistics of those that they have chosen.
+    is_averaged = is_averaged and not plan.server.weights_after_training
+    if is_averaged and any(group.rule.attacks for group in plan.groups):
         startup_stages.notes.info(
             "attackers also send statistics of normalisation layers, which are averaged over all "
             "clients, whatever %s does with the updates; set local.buffers=frozen or personal, or "
