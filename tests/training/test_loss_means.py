@@ -809,6 +809,16 @@ def test_groups_with_other_steps_have_the_functions_mean():
     assert_equal(loss, LABELS, groups=groups)
 
 
+def test_a_label_flip_trains_by_the_loss_of_the_run():
+    flipped, attacker = SOME_IGNORED.copy(), PARTS[1]
+    flipped[attacker] = np.where(flipped[attacker] < 0, -100, C - 1 - flipped[attacker])
+    loss = nn.CrossEntropyLoss(weight=W64)
+    groups = {"bad": {"ids": [1], "client": "label_flip"}}
+    result = trained(loss, SOME_IGNORED, groups=groups, size=7)
+    expected = nn.utils.parameters_to_vector(fedavg(loss, flipped, size=7)[0].parameters())
+    torch.testing.assert_close(result.parameters, expected.detach(), rtol=1e-9, atol=1e-9)
+
+
 def test_a_method_that_computes_cross_entropy_by_itself_refuses_another_loss():
     with pytest.raises((ConfigError, RaysimError), match="is not the loss"):
         trained(

@@ -91,7 +91,8 @@ def check_rules_of_task(task: LearningTask, *rules: ClientRule | ServerRule) -> 
                 f"task: {kind} rule '{rule.name}' needs class labels, which task '{task.name}' has "
                 f"not; use another {kind} rule, or task=classification"
             )
-        if is_other_loss and is_shipped(rule):
+        # Shipped attackers train by the loss of the run, on other labels.
+        if is_other_loss and is_shipped(rule) and not rule.attacks:
             raise ConfigError(
                 f"task: {kind} rule '{rule.name}' trains by a cross-entropy of its own and not by "
                 f"the loss '{task.name}'; use another {kind} rule, or task=classification"
