@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from raysim.config.objects.python_objects import noting_changes
+from raysim.config.tracking_uri import database_of
 from raysim.engine.executor import Executor
 from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine, Record
@@ -303,6 +304,8 @@ class _OpenRun:
         self.origin = origin
         self.also = plan.config.tracking.also if tracker is None or tracker.tracks else []
         require_packages(self.also)
+        if tracker is None:
+            warn_if_deleted_with_job(database_of(plan.config.tracking.uri), "tracking.uri")
         self.tracker = tracker or Tracker(plan.config.tracking, run_dir, origin and origin.run_id)
         self.end = _RunEnd()
         self.executor: Executor | None = None

@@ -178,17 +178,17 @@ def make_run_dir(plan: Plan) -> Path:
     raise ConfigError(f"run_dir: {stem} and its numbered followers are all taken; give run_dir")
 
 
-def warn_if_deleted_with_job(folder: Path, key: str) -> None:
-    """Log a warning if a folder is in the copy of the working directory that Ray deletes.
+def warn_if_deleted_with_job(path: Path | None, key: str) -> None:
+    """Log a warning if a path is in the copy of the working directory that Ray deletes.
 
     Args:
-        folder: the folder of a run, or of a sweep's trials.
+        path: the folder of a run or of a sweep's trials, or MLflow's database; None for a server.
         key: the key or option that moves it.
     """
-    if JOB_FOLDERS in folder.absolute().parts:
+    if path is not None and JOB_FOLDERS in path.absolute().parts:
         logger.warning(
-            "%s is deleted with this job; set %s to a folder on a shared disk to be able to resume",
-            folder.absolute(),
+            "%s is deleted with this job; set %s to a place on a shared disk to keep it",
+            path.absolute(),
             key,
         )
 

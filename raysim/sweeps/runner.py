@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from raysim.config.objects.python_objects import noting_changes
-from raysim.config.tracking_uri import absolute_uri, restored_uri
+from raysim.config.tracking_uri import absolute_uri, database_of, restored_uri
 from raysim.errors import ConfigError, RaysimError
 from raysim.runs.artifacts.description import NOTE
 from raysim.runs.provenance import command_tag
@@ -288,6 +288,7 @@ def _lock_trials(folder: Path) -> Iterator[None]:
 def _forwarding(sweep: Sweep, parent: str) -> Iterator[None]:
     """Send the records of all trials to the tracking store, those of earlier ones too."""
     tracking = sweep.tracking
+    warn_if_deleted_with_job(database_of(tracking.uri), "tracking.uri")
     writer = Writer(absolute_uri(restored_uri(tracking.uri)), tracking.experiment)
     try:
         for trial in sweep.trials:

@@ -368,8 +368,11 @@ def test_a_folder_that_ray_deletes_with_a_job_is_named(tmp_path, monkeypatch, ca
     else:
         raysim.run(config)
         raysim.run(config, run_dir=str(tmp_path / "kept"))
-    (warning,) = (text for text in caplog.messages if "is deleted with this job" in text)
-    assert str(copy) in warning and ("--dir" if sweeps else "run_dir") in warning
+        raysim.run(config, run_dir=str(tmp_path / "untracked"), tracking=False)
+    lost = [text for text in caplog.messages if "is deleted with this job" in text]
+    assert all(str(copy) in warning for warning in lost)
+    keys = ["--dir", "tracking.uri"] if sweeps else ["run_dir", "tracking.uri", "tracking.uri"]
+    assert [next(key for key in keys if f"set {key} " in warning) for warning in lost] == keys
 
 
 @pytest.mark.parametrize(
