@@ -293,8 +293,8 @@ MUTATIONS = (
     Mutation(
         "checkpoint: the oldest are kept, not the newest",
         "raysim/engine/state/checkpoint.py",
-        "set(available[-keep:])",
-        "set(available[:keep])",
+        "set([*available.values()][-keep:])",
+        "set([*available.values()][:keep])",
         ("tests/runs/test_run.py",),
     ),
     Mutation(

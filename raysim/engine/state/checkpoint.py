@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,11 +136,14 @@ def write_checkpoint(
         space = free_space(run_dir)
         shutil.rmtree(partial, ignore_errors=True)
         raise Unwritable(f"checkpoint {final} cannot be written: {error} ({space})") from None
-    available = available_checkpoints(run_dir)
-    kept = set(available[-keep:])
+    available = of_rounds(home)
+    kept = set([*available.values()][-keep:])
     if best is not None:
-        kept |= {*_best_first(available, best)[:1]}
-    for path in available:
+        # From the history, which has the earlier rounds too: a long run's takes long to read.
+        records = {record["round"]: record for record in checkpoint.facts["history"]}
+        values = {path: records.get(t, {}).get(best.metric) for t, path in available.items()}
+        kept |= {*_best_first(values, best)[:1]}
+    for path in available.values():
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
     return final
@@ -157,10 +160,9 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
     (folder / "sums.json").write_text(json.dumps(sums))
 
 
-def _best_first(paths: list[Path], best: BestBy) -> list[Path]:
-    """Return the checkpoints of evaluated rounds, the best one by a metric first."""
-    values = {path: _measured(path, best.metric) for path in paths}
-    measured = {path: value for path, value in values.items() if value is not None}
+def _best_first(values: Mapping[Path, float | None], best: BestBy) -> list[Path]:
+    """Return the checkpoints that have a value of a metric, the best one first."""
+    measured = {p: v for p, v in values.items() if v is not None and not math.isnan(v)}
     return sorted(measured, key=measured.__getitem__, reverse=best.mode == "max")
 
 
@@ -168,8 +170,7 @@ def _measured(path: Path, metric: str) -> float | None:
     """Return a metric after the last round of a checkpoint; None if it was not measured."""
     # A checkpoint without this metric, or one that is damaged, is not the best.
     with suppress(OSError, ValueError, KeyError, IndexError):
-        value = parsed((path / CHECKPOINT_FILES[3]).read_bytes(), Facts)["history"][-1][metric]
-        return None if math.isnan(value) else value
+        return parsed((path / CHECKPOINT_FILES[3]).read_bytes(), Facts)["history"][-1][metric]
     return None
 
 
@@ -214,7 +215,8 @@ def read_best(
     Raises:
         RaysimError: there are such checkpoints, but none is complete.
     """
-    return _first_complete(run_dir, _best_first(available_checkpoints(run_dir), best), log)
+    values = {path: _measured(path, best.metric) for path in available_checkpoints(run_dir)}
+    return _first_complete(run_dir, _best_first(values, best), log)
 
 
 def check_belongs(saved: Checkpoint, plan: Plan, run_dir: Path) -> None:
