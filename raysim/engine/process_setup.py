@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 
@@ -103,18 +103,25 @@ def configure_process(resources: Resources, on_gpu: bool) -> Callable[[], None]:
     # Cosines near 0 decide the QPs, so TF32 is too coarse; `local.precision` is of passes alone.
     restored.append(allow_tf32(False))
 
+    with suppress(OSError):  # not glibc: nothing to set
+        libc = ctypes.CDLL("libc.so.6")
+        _keep_freed_memory(libc, 1 << 30, -1)
+        # What glibc itself comes to after it has freed a large block; it cannot be set back.
+        restored.append(partial(_keep_freed_memory, libc, 1 << 25, 1 << 26))
+        restored.append(partial(libc.malloc_trim, 0))
+
     def restore() -> None:
         for setting in restored:
             setting()
 
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        m_trim_threshold, m_mmap_threshold = -1, -3
-        libc.mallopt(m_mmap_threshold, 1 << 30)
-        libc.mallopt(m_trim_threshold, -1)
-    except OSError:  # not glibc: nothing to set
-        pass
     return restore
+
+
+def _keep_freed_memory(libc: ctypes.CDLL, largest: int, unused: int) -> None:
+    """Keep freed blocks of up to `largest` bytes, `unused` bytes in all; -1: any number."""
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    libc.mallopt(m_mmap_threshold, largest)
+    libc.mallopt(m_trim_threshold, unused)
 
 
 def make_trainer(plan: Plan, device: str) -> GroupTrainer:

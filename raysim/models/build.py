@@ -376,9 +376,13 @@ def _refuse_other_types(net: nn.Module, dtype: str) -> None:
         kind = str(parameter.dtype).removeprefix("torch.")
         if parameter.is_floating_point() and kind not in ("float32", dtype):
             wide = "set dtype: float64" if kind == "float64" else "local.precision: bf16 for passes"
+            is_default = parameter.dtype == torch.get_default_dtype()
+            narrow = (
+                "torch.set_default_dtype(torch.float32)" if is_default else "float() of the net"
+            )
             raise ConfigError(
                 f"model: '{name}' is {kind}, and all parameters of this run are {dtype}; call "
-                f"float() of the net, or {wide}"
+                f"{narrow}, or {wide}"
             )
 
 

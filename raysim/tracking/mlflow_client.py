@@ -28,7 +28,7 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_AGENT_HINT": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""Environment variables of MLflow, unless the user has set them."""
+"""Environment variables of MLflow, here while a store is open, unless the user has set them."""
 
 
 def connected(uri: str) -> Any:
@@ -59,7 +59,9 @@ def open_store(uri: str | None, purpose: str = "read") -> Iterator[Any]:
             f"--uri: there is no {database}; start this in the folder of the runs, or give the "
             "address of their tracking store, sqlite:///… or http://…"
         )
+    unset = MLFLOW_ENVIRONMENT.keys() - os.environ.keys()
     try:
+        os.environ.update({name: MLFLOW_ENVIRONMENT[name] for name in unset})
         yield connected(address)
     except RaysimError:
         raise
@@ -67,6 +69,9 @@ def open_store(uri: str | None, purpose: str = "read") -> Iterator[Any]:
         no_answer = "Max retries exceeded" in str(error)
         why = "nothing answers; is the server up?" if no_answer else brief(error)
         raise RaysimError(f"--uri: {mask_secrets(address)} cannot be {purpose}: {why}") from None
+    finally:
+        for name in unset:  # a script may use MLflow too, as its user has set it
+            os.environ.pop(name, None)
 
 
 def check_database(uri: str, run_dir: Path) -> None:
@@ -97,8 +102,6 @@ def import_mlflow(uri: str) -> Any:
     Returns:
         The module `mlflow`.
     """
-    for name, value in MLFLOW_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     warnings.filterwarnings(
         "ignore", message="The ``noload`` loader strategy is deprecated"
     )  # MLflow's own models

@@ -943,6 +943,16 @@ def test_a_net_that_cannot_be_simulated_is_refused(make, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("model", ["mlp", sequence], ids=["shipped", "own"])
+def test_the_default_type_of_a_script_is_named(model):
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(ConfigError, match=r"is float64, .* call torch\.set_default_dtype\("):
+            run(model, DATA, PARTS, dtype="float32")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("where", ["local", "groups"])
 def test_batches_of_one_are_refused_where_pytorch_refuses_them(where):
     one = {"batch_size": 1, "steps": 1, "lr": 0.1}

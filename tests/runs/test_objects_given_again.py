@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,3 +198,22 @@ def test_the_cache_of_an_imported_function_keeps_its_name():
 def remembered() -> int:
     """Return a number."""
     return 1
+
+
+def test_large_objects_of_earlier_runs_are_forgotten(new_process, train, monkeypatch):
+    """As many as fit into the limit stay, the last ones, and all that a call has been given."""
+    script = new_process()
+    nets = [script["Net"]() for _ in range(4)]
+    size = sum(parameter.nbytes for parameter in nets[0].parameters())
+    monkeypatch.setattr(python_objects, "KEPT_BYTES", int(2.5 * size))
+    runs = [train(script, model=net) for net in nets]
+    assert raysim.resume(runs[-1].run_dir, {"rounds": 2}).rounds == 2
+    with pytest.raises(
+        ConfigError, match="^model.*given as an object in Python, and this process has none"
+    ):
+        raysim.resume(runs[0].run_dir, {"rounds": 2})
+    assert raysim.resume(runs[0].run_dir, {"rounds": 2, "model": nets[0]}).rounds == 2
+    alive = weakref.ref(nets[1])
+    del nets, runs
+    gc.collect()
+    assert alive() is None

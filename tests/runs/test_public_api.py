@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.sweeps import SMALL, trained_in_this_process
@@ -14,6 +17,7 @@ from support.sweeps import SMALL, trained_in_this_process
 import raysim
 from raysim.errors import ConfigError
 from raysim.sweeps import preparation, search_space
+from raysim.tracking.mlflow_client import MLFLOW_ENVIRONMENT
 
 
 @pytest.fixture
@@ -44,6 +48,32 @@ def test_the_public_names_and_the_rooms_beside_them():
     assert raysim.sweeps.search_space is search_space
     with pytest.raises(AttributeError, match="simulate"):
         raysim.simulate  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_report_leaves_the_environment_as_it_was(config, monkeypatch):
+    """A script may call MLflow as well, with the retries that its user has set."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
+    for name in MLFLOW_ENVIRONMENT.keys() - {"MLFLOW_HTTP_REQUEST_TIMEOUT"}:
+        monkeypatch.delenv(name, raising=False)
+    run_id, before = raysim.run(config).run_id, dict(os.environ)
+    assert len(raysim.report("table", run_id, uri=config["tracking"]["uri"])) == 1
+    with pytest.raises(ConfigError):
+        raysim.report("table", "none", uri=config["tracking"]["uri"])
+    assert dict(os.environ) == before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators")
+def test_a_run_leaves_the_allocator_returning_memory(config):
+    def kept() -> float:
+        """Megabytes of 200 that this process still has after they were freed."""
+        arrays = [np.ones(2**17) for _ in range(200)]
+        del arrays
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    before = kept()
+    raysim.run(config, tracking=False)
+    assert kept() < before + 120
 
 
 def test_the_quadratics_of_a_methods_test():
@@ -149,6 +179,8 @@ def test_an_untracked_run_computes_the_same_and_leaves_mlflow_alone(config, tmp_
     tracked = raysim.run(config)
     code = f"""
 import sys, raysim
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path

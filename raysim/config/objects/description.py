@@ -98,6 +98,8 @@ class Description:
         """Numbers of the other objects of the value that is being described, by id."""
         self.unreadable: str | None = None
         """Type of an object whose content cannot be read."""
+        self.nbytes = 0
+        """Bytes of the arrays and tensors."""
         self.with_states = with_states
         self.describe(value)
 
@@ -166,6 +168,7 @@ class Description:
         """Return the digest of an array or a tensor."""
         if str(getattr(array, "dtype", "")) == "object":  # whose bytes are addresses
             return self.contents(b"array", [array.shape, array.tolist()])
+        self.nbytes += getattr(array, "nbytes", 0)
         return _of_array(array).encode()
 
     def collection(self, items: Any) -> bytes:

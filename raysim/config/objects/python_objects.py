@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -49,9 +49,11 @@ class PythonObject:
     """The object."""
     texts: Mapping[str, bytes]
     """Sources and values that identify the object, by name."""
+    nbytes: int
+    """Bytes of its arrays and tensors."""
 
     def __reduce__(self) -> tuple:
-        return _keep, (self.name, self.value, dict(self.texts))
+        return _keep, (self.name, self.value, dict(self.texts), self.nbytes)
 
 
 class ObjectMissing(ConfigError):
@@ -78,17 +80,29 @@ class ObjectMissing(ConfigError):
 
 
 _OBJECTS: dict[str, PythonObject] = {}
-"""The objects of this process by name."""
+"""The objects of this process by name, the last one that was given at the end."""
+
+KEPT_BYTES = 1 << 30
+"""Bytes that objects may have in all, to be found again when their run is resumed or loaded."""
 
 
 _IN_USE: ContextVar[dict[str, tuple[Any, Values]] | None] = ContextVar("in use", default=None)
 """The objects that a call uses by name, with their values when it began to."""
 
 
-def _keep(name: str, value: Any, texts: Mapping[str, bytes]) -> PythonObject:
+def _keep(name: str, value: Any, texts: Mapping[str, bytes], nbytes: int) -> PythonObject:
     # The new object, since an earlier one of this content may have been changed in place.
-    _OBJECTS[name] = PythonObject(name, value, texts)
+    _OBJECTS.pop(name, None)
+    _OBJECTS[name] = PythonObject(name, value, texts, nbytes)
     return _OBJECTS[name]
+
+
+def _forget_oldest(used: Container[str]) -> None:
+    """Forget objects that are not in use while they are too large: a notebook may train hundreds."""
+    total = sum(kept.nbytes for kept in _OBJECTS.values())
+    for name in [*_OBJECTS]:
+        if total > KEPT_BYTES and name not in used:
+            total -= _OBJECTS.pop(name).nbytes
 
 
 @contextmanager
@@ -166,7 +180,10 @@ def reference(value: Any) -> str:
         name = _name_of_unreadable(value, label, description.unreadable)
     if used is not None:
         used[f"{PREFIX}{name}"] = value, description.values
-    return _keep(f"{PREFIX}{name}", value, description.shown()).name
+    kept = _keep(f"{PREFIX}{name}", value, description.shown(), description.nbytes)
+    if used is not None:
+        _forget_oldest(used)
+    return kept.name
 
 
 def _name_of_unreadable(value: Any, label: str, kind: str) -> str:
