@@ -208,9 +208,7 @@ def test_large_objects_of_earlier_runs_are_forgotten(new_process, train, monkeyp
     monkeypatch.setattr(python_objects, "KEPT_BYTES", int(2.5 * size))
     runs = [train(script, model=net) for net in nets]
     assert raysim.resume(runs[-1].run_dir, {"rounds": 2}).rounds == 2
-    with pytest.raises(
-        ConfigError, match="^model.*given as an object in Python, and this process has none"
-    ):
+    with pytest.raises(ConfigError, match=r"^model.*object in Python, and this process has none"):
         raysim.resume(runs[0].run_dir, {"rounds": 2})
     assert raysim.resume(runs[0].run_dir, {"rounds": 2, "model": nets[0]}).rounds == 2
     alive = weakref.ref(nets[1])

@@ -98,7 +98,7 @@ def _keep(name: str, value: Any, texts: Mapping[str, bytes], nbytes: int) -> Pyt
 
 
 def _forget_oldest(used: Container[str]) -> None:
-    """Forget objects that are not in use while they are too large: a notebook may train hundreds."""
+    """Forget objects that are not in use while all are too large. A notebook may train hundreds."""
     total = sum(kept.nbytes for kept in _OBJECTS.values())
     for name in [*_OBJECTS]:
         if total > KEPT_BYTES and name not in used:
