@@ -92,7 +92,8 @@ def check_rules_of_task(task: LearningTask, *rules: ClientRule | ServerRule) -> 
                 f"not; use another {kind} rule, or task=classification"
             )
         # Shipped attackers train by the loss of the run, on other labels.
-        if is_other_loss and is_shipped(rule) and not rule.attacks:
+        is_attacker = isinstance(rule, ClientRule) and rule.attacks
+        if is_other_loss and is_shipped(rule) and not is_attacker:
             raise ConfigError(
                 f"task: {kind} rule '{rule.name}' trains by a cross-entropy of its own and not by "
                 f"the loss '{task.name}'; use another {kind} rule, or task=classification"
