@@ -88,7 +88,9 @@ def run(
             `stopped_early`.
         tracking: False for a run without MLflow, such as that of a test: nothing is imported from
             it or sent to it, and no pictures are drawn. Its folder is `run_dir`, or a temporary one
-            that is removed when Python exits. A mapping is the section `tracking`.
+            that is removed when Python exits. For many runs of a large net set
+            `checkpoint.every=0`, or their checkpoints fill the disk until then. A mapping is the
+            section `tracking`.
         **keys: further overrides, such as rounds=10.
 
     Returns:
