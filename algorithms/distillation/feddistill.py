@@ -3,8 +3,12 @@
 The nets stay with the clients. Clients send the sum of the logits of each class and its number of
 examples; the server makes of them the mean logits of each class over all examples of the round. The
 local loss adds lam times the mean squared difference between an example's logits and those of its
-class, as PFLlib has it. Unknown logits are NaN. The logits are those of the client's last model, in
-evaluation; the paper takes means over the local steps.
+class. Unknown logits are NaN. The logits are those of the client's last model, in evaluation; the
+paper takes means over the local steps.
+
+The paper has a cross-entropy in place of the squared difference. So has PFLlib's code, with the
+mean logits themselves as targets, without a softmax. It takes them over the local steps, and
+averages the clients' means without counts.
 
 Run: raysim run quickstart algorithm=feddistill partition.test.fraction=0.2 evaluate.every=0
 evaluate.clients.every=20

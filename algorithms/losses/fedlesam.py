@@ -2,8 +2,11 @@
 
 Sharpness-aware local steps whose perturbation points from the present global model x to x_old, the
 one that the client received in its last round: w <- w - lr ∇f(w + rho (x_old - x) / |x_old - x|).
-So a step needs one gradient. There is no perturbation in a client's first round. The
-authors' code takes the last round's update of x for all clients, as if each had been in it.
+So a step needs one gradient. There is no perturbation in a client's first round.
+
+The authors' code takes the last round's update of x for all clients, as if each had been in it, and
+shifts all entries of the k-th tensor by one number: the k-th of that vector, times -rho over the
+sum of the absolute values of the numbers that are used.
 
 Run: raysim run quickstart algorithm=fedlesam
 """

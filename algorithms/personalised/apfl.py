@@ -3,8 +3,12 @@
 Each client uses the mixture u = alpha v + (1 - alpha) w of an own model v and its local model w.
 w is trained by local SGD. On the same batch, v <- v - lr alpha ∇f(u) and, clipped to [0, 1],
 alpha <- alpha - lr <v - w, ∇f(u)>. A client is evaluated with alpha v + (1 - alpha) x, and with
-the BatchNorm statistics of its own passes at u. The
-authors' code moves alpha in the first step of a round only, and adds 0.02 alpha to its gradient.
+the BatchNorm statistics of its own passes at u.
+
+The authors' code mixes the outputs of v and w, not their parameters, with w after its step. It
+moves alpha in the first step of a round only, and adds 0.02 alpha to its gradient. PFLlib trains v
+along v's own gradient, moves alpha in each step with that addition, and replaces v by the mixture
+at the end of the round.
 
 Run: raysim run quickstart algorithm=apfl partition.test.fraction=0.2 evaluate.clients.every=20
 """

@@ -10,7 +10,9 @@ There is no global model, so evaluate the clients.
 n is the sum over clients that have been in a round. The server keeps p for the client, who alone
 uses it. The authors' code has mu in place of mu/2, momentum, other initial weights for each client,
 and L of a tenth of the rounds. PFLlib begins at p = 1 / N, takes the mean over each tensor in place
-of <g, w_j>, and multiplies lr by N. The paper's limit of downloaded models is left out.
+of <g, w_j>, multiplies lr by N, and has λ a round late. It keeps w^p as the client's core model,
+and the later clients of a round already use the trained w_i of the earlier ones. The paper's limit
+of downloaded models is left out.
 
 Run: raysim run quickstart algorithm=apple partition.clients=10 local.lr=1
 partition.test.fraction=0.2 evaluate.every=0 evaluate.clients.every=20

@@ -3,9 +3,10 @@
 A client starts from own + W (x - own), with own its last model, x the global one, and a weight W
 in [0, 1] for each parameter of the classifier; elsewhere W is 1. W descends the client's loss:
 W <- W - eta (x - own) ∇f(start), in `passes` over its data. With `steady` > 0 a client repeats this
-in its first round with a model of its own until the standard deviation of the last ten losses is
-below that (as in the authors' code, which has 0.1). The paper takes a part of the data for it. A
-client keeps its BatchNorm statistics.
+in its first round with a model of its own until there are more than ten losses and the standard
+deviation of the last ten is below that; the loss of a pass is that of its last batch, before the
+step (as in the authors' code, which has 0.1). The paper takes a part of the data for it. A client
+keeps its BatchNorm statistics.
 
 The authors' code weighs clients by samples (algorithm.weights=samples), and all clients, not only
 those of the round, move their models to such a start in each round.
@@ -18,10 +19,12 @@ from dataclasses import dataclass
 import torch
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule, NonNegative, PositiveInt
+from raysim.rules import Algorithm, ClientRule, NonNegative, PositiveInt, task_loss
 
 MAX_PASSES = 200
 """Largest number of passes that wait for W to converge."""
+N_LOSSES = 10
+"""Losses whose standard deviation shows whether W has converged."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +47,18 @@ class FedALAClient(ClientRule):
         x, own, W = shared["x"], client_state["own"], client_state["W"]
         if not client_state["seen"]:  # it has no own model
             return x, task.buffers, {"W": W}
-        waits = self.steady > 0 and not client_state["tuned"]
-        losses = []
+        waits = self.steady > 0 and data.n > 0 and not client_state["tuned"]
+        losses, batches, before = [], list(data.batches()), W
         for _ in range(MAX_PASSES if waits else self.passes):
-            for batch in data.batches():
+            for batch in batches:
                 gradient = task.grad(own + W * (x - own), batch, mode="frozen")
                 step = self.eta * task.part("classifier") * (x - own) * gradient
-                W = (W - step).clamp(0, 1)
+                before, W = W, (W - step).clamp(0, 1)
             if waits:
-                losses.append(task.full_loss(own + W * (x - own), data))
-                if len(losses) >= 10 and torch.stack(losses[-10:]).std(correction=0) < self.steady:
+                net = task.net(own + before * (x - own), batches[-1])
+                losses.append(task_loss(net, batches[-1]).mean())
+                last = torch.stack(losses[-N_LOSSES:])
+                if len(losses) > N_LOSSES and last.std(correction=0) < self.steady:
                     break
         return own + W * (x - own), client_state["buffers"], {"W": W}
 

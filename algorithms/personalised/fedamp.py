@@ -4,7 +4,8 @@ The server keeps a cloud model u_i for each client: a mixture of the last models
 clients, in which similar ones count more: u_i = (1 - sum_j xi_ij) w_i + sum_j xi_ij w_j over
 j != i, with xi_ij = alpha exp(-|w_i - w_j|² / sigma) / sigma. A client starts at u_i and minimises
 f(w) + mu/2 |w - u_i|². Clients that are not in a round keep their cloud models. There is no global
-model, so evaluate the clients. In PFLlib a client goes on from its own model, and u_i only pulls.
+model, so evaluate the clients. In PFLlib a client goes on from its own model, and the pull to u_i
+has no gradient, so that its clients train alone.
 
 Run: raysim run quickstart algorithm=fedamp partition.test.fraction=0.2 evaluate.every=0
 evaluate.clients.every=20

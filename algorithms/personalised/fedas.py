@@ -9,8 +9,10 @@ synchronisation: the server weighs clients by the trace of the Fisher informatio
 F_i = mean |∇ log p(y | x)|², so that clients who have trained little count less: x <- x - lr Σ_i
 F_i delta_i / Σ_i F_i. A client is evaluated with its last model.
 
-The authors' code takes the squared norms of batches' mean gradients, and shuffled batches of 16 for
-the alignment.
+The authors' code takes for F_i the sum over the batches of the squared norms of their mean
+gradients, not a mean, so that clients with more batches count more. It aligns in a client's first
+round too, with the prototypes of the initial model, and in shuffled batches of 16. It aligns the
+server's model in place, so that the next client of the round starts from it; PFLlib aligns a copy.
 
 Run: raysim run quickstart algorithm=fedas partition.test.fraction=0.2 evaluate.every=0
 evaluate.clients.every=20

@@ -16,7 +16,7 @@ The classifier of the global x is one that nobody receives, so evaluate the clie
 The authors' code weighs bodies by samples (algorithm.weights=samples), has a step size of its own
 for the classifier, pulls classes without a centroid to the client's own mean, cuts small
 eigenvalues of the quadratic form, and sets α below 0.001 to 0. PFLlib averages centroids without
-counts.
+counts; its epoch of the classifier and its one of the body are local.epochs=2 and head_share 0.5.
 
 Run: raysim run quickstart algorithm=fedpac algorithm.head_share=0.4 partition.test.fraction=0.2
 evaluate.every=0 evaluate.clients.every=20

@@ -7,7 +7,7 @@ features from the passes of the last local epoch, each before its step. Here the
 client's last model, in evaluation.) The local loss adds lam times the mean squared difference
 between an example's features and the prototype of its class, as in the authors' code. An unknown
 prototype is NaN. A client answers with the class of the nearest prototype, or with its classifier
-if `nearest` is false.
+if `nearest` is false. In the authors' code it chooses among its own classes only.
 
 Run: raysim run quickstart algorithm=fedproto partition.test.fraction=0.2 evaluate.every=0
 evaluate.clients.every=20

@@ -8,7 +8,8 @@ decay. With one client in a round this is the paper's algorithm 1.
 
 h is A_n ReLU(... A_1 ReLU(A_0 v + b_0) + b_1 ...) + b_n, and then one more linear layer with an
 output for each parameter, without a ReLU before it, as in the authors' code. That code also clips
-the norms of the clients' and the server's gradients to 50. There is no global model, so evaluate
+the norms of the clients' and the server's gradients to 50, and its clients have a momentum of 0.9
+(local.optimizer.momentum=0.9) and a weight decay of 0.00005. There is no global model, so evaluate
 the clients.
 
 Run: raysim run quickstart algorithm=pfedhn partition.test.fraction=0.2 evaluate.every=0

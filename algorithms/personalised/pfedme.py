@@ -1,11 +1,11 @@
 """pFedMe (Dinh et al., NeurIPS 2020).
 
 The personal model theta is nearly the minimum of f(theta) + lam/2 |theta - w|^2 on a batch: K
-steps of size personal_lr, from w (in the authors' code from the theta of the step before). Then
-w <- w - lr lam (w - theta). The server moves the global model by beta towards the mean of the
-clients' w; beta is its learning rate. theta has BatchNorm statistics of its own. In the authors'
-code all clients train in each round, also those whose w the server does not use, and the mean is
-weighted by samples (algorithm.weights=samples).
+steps of size personal_lr, from w (in the authors' code from the theta of the step before, with a
+weight decay of 0.001). Then w <- w - lr lam (w - theta). The server moves the global model by beta
+towards the mean of the clients' w; beta is its learning rate. theta has BatchNorm statistics of its
+own. In the authors' code all clients train in each round, also those whose w the server does not
+use, and the mean is weighted by samples (algorithm.weights=samples).
 
 Run: raysim run quickstart algorithm=pfedme algorithm.lr=1.0 local.lr=0.05
 partition.test.fraction=0.2 evaluate.clients.every=20

@@ -3,8 +3,11 @@
 Two filters. An update's norm divided by the median norm must be in [lower, upper]. And updates are
 clustered by their shares of positive, zero and negative entries on random coordinates (MeanShift),
 of which the largest cluster counts. The server moves along the mean of the updates that pass both,
-each scaled down to the median norm. If no update passes both, those of the first filter count. The
-authors' code divides each share by its largest value before it clusters.
+each scaled down to the median norm. If no update passes both, those of the first filter count.
+
+The authors' code takes the signs of consecutive coordinates from a random one on, divides each
+share by its largest value before it clusters, and starts MeanShift from binned points. With an even
+number of updates it scales down to the lower of the two middle norms.
 
 Run: raysim run quickstart algorithm=signguard
 """

@@ -13,10 +13,10 @@ rounds is below that of the W rounds before. With `blacklist`, clients that took
 than that are no longer preferred, at most 30 % of all.
 
 The authors' code maps U to [0, 1] over the clients before it adds the second term; here, as in the
-paper's formula, n and the loss decide how much the second one counts. It compares the W rounds
-every W rounds only, takes for T a percentile of the durations that grows if the sums differ by less
-than 10 %, and prefers large clients among the unseen, as the paper does fast ones if they are
-known.
+paper's formula, n and the loss decide how much the second one counts. It cuts off at 95 % of the
+utility of the client after the last one by rank. It compares the W rounds every W rounds only,
+takes for T a percentile of the durations that grows if the sums differ by less than 10 %, and
+prefers large clients among the unseen, as the paper does fast ones if they are known.
 
 Run: raysim run quickstart algorithm=oort schedule.client_speeds=lognormal
 """

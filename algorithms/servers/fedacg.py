@@ -2,7 +2,8 @@
 
 Clients receive a point ahead of the global model, s = x + lam m, and stay near it: they minimise
 f(w) + beta/2 |w - s|². The server keeps the momentum: m <- lam m - lr mean_i (s - w_i), and moves x
-<- x + m. x is evaluated. The authors' code has no server learning rate.
+<- x + m. x is evaluated. The authors' code has no server learning rate, and no 1/2 in the pull: its
+weight is half of beta.
 
 Run: raysim run quickstart algorithm=fedacg
 """

@@ -146,8 +146,8 @@ def test_every_method_has_a_page_with_its_hyperparameters(extension):
 def test_a_method_page_says_where_it_differs_and_what_bounds_its_keys(extension):
     pages = extension("method_pages").pages()
     for method, said in [
-        ("fedlesam", "The text above says where"),
-        ("fedas", "The authors' code takes the squared norms"),
+        ("fedacg", "The text above says where"),
+        ("fedas", "The authors' code takes for F_i the sum"),
         ("fedper", "No difference between"),
         ("krum", "`tests/gallery/` follows the text"),
         ("fednova", "number > 0 or [[integer, number > 0], ...]"),
