@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from raysim.config.schema import Config
+from raysim.config.sections.evaluation import Evaluate
 from raysim.ledger.kept import kept_config
 from raysim.ledger.ledger_row import Row
 
@@ -41,5 +45,8 @@ def matching_row(
 
 def _asked_of_run(config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """Return the rounds and the evaluations of a run, of which its fingerprint says nothing."""
-    evaluate = {key: value for key, value in config["evaluate"].items() if key != "batch_size"}
-    return config["rounds"], evaluate
+    evaluate = config["evaluate"]
+    with suppress(ValidationError):  # else it has keys of another version
+        # A row may lack keys that were added since.
+        evaluate = Evaluate.model_validate(evaluate).model_dump(mode="json")
+    return config["rounds"], {k: v for k, v in evaluate.items() if k != "batch_size"}
