@@ -49,7 +49,7 @@ def become(request: dict[str, Any]) -> None:
     os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ |= request["environment"]
+    os.environ |= {**mlflow_client.MLFLOW_ENVIRONMENT, **request["environment"]}
     nothing = os.open(os.devnull, os.O_RDONLY)
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number, file in enumerate((nothing, output, output)):

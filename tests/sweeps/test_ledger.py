@@ -322,7 +322,6 @@ def test_metrics_of_every_round_are_kept_where_something_is_evaluated():
     }
 
 
-
 def test_a_row_from_before_a_key_of_the_evaluation_is_taken(rows):
     """It was evaluated as the key's default says. One with a key that is gone is not understood."""
     old = json.loads(json.dumps([row.config for row in rows]))

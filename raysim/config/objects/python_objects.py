@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -97,11 +97,11 @@ def _keep(name: str, value: Any, texts: Mapping[str, bytes], nbytes: int) -> Pyt
     return _OBJECTS[name]
 
 
-def _forget_oldest(used: Container[str]) -> None:
+def _forget_oldest() -> None:
     """Forget objects that are not in use while all are too large. A notebook may train hundreds."""
-    total = sum(kept.nbytes for kept in _OBJECTS.values())
+    used, total = _IN_USE.get(), sum(kept.nbytes for kept in _OBJECTS.values())
     for name in [*_OBJECTS]:
-        if total > KEPT_BYTES and name not in used:
+        if total > KEPT_BYTES and used is not None and name not in used:
             total -= _OBJECTS.pop(name).nbytes
 
 
@@ -181,8 +181,7 @@ def reference(value: Any) -> str:
     if used is not None:
         used[f"{PREFIX}{name}"] = value, description.values
     kept = _keep(f"{PREFIX}{name}", value, description.shown(), description.nbytes)
-    if used is not None:
-        _forget_oldest(used)
+    _forget_oldest()
     return kept.name
 
 
