@@ -12,10 +12,14 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from pydantic import ValidationError
+
+from raysim.config.sections.evaluation import Evaluate
 from raysim.system.json_files import parsed
 from raysim.tracking.recorder import flatten_parameters
 
@@ -70,12 +74,20 @@ class Row:
         experiment = {"tracking.experiment": self.experiment}
         return flatten_parameters(self.config) | experiment
 
+    @cached_property
+    def evaluate(self) -> Mapping[str, Any]:
+        """Section `evaluate` of the configuration, with the keys that were added since."""
+        evaluate = self.config["evaluate"]
+        with suppress(ValidationError):  # else it has keys of another version
+            evaluate = Evaluate.model_validate(evaluate).model_dump(mode="json")
+        return evaluate
+
     @property
     def key(self) -> str:
         """Key that two rows share if they hold the same results, wherever they were computed."""
-        name, evaluate, rounds = (self.config.get(key) for key in ("name", "evaluate", "rounds"))
         facts = [self.fingerprint, self.experiment, self.rounds, self.stopped]
-        return json.dumps([*facts, name, evaluate, rounds], sort_keys=True)
+        asked = [self.config.get("name"), self.evaluate, self.config.get("rounds")]
+        return json.dumps([*facts, *asked], sort_keys=True)
 
 
 class BadRow(ValueError):

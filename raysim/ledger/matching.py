@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
-
 from raysim.config.schema import Config
-from raysim.config.sections.evaluation import Evaluate
 from raysim.ledger.kept import kept_config
 from raysim.ledger.ledger_row import Row
 
@@ -33,9 +29,9 @@ def matching_row(
         return None
     stopped_rows = []
     for row in rows:
-        if _asked_of_run(row.config) != _asked_of_run(wanted):
-            continue
         own = replace(row, config=wanted, experiment=config.tracking.experiment)
+        if _asked_of_run(row) != _asked_of_run(own):
+            continue
         if not row.stopped:
             return own
         if stopping is not None and row.early_stopping == stopping:
@@ -43,10 +39,7 @@ def matching_row(
     return stopped_rows[0] if stopped_rows else None
 
 
-def _asked_of_run(config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+def _asked_of_run(row: Row) -> tuple[int, dict[str, Any]]:
     """Return the rounds and the evaluations of a run, of which its fingerprint says nothing."""
-    evaluate = config["evaluate"]
-    with suppress(ValidationError):  # else it has keys of another version
-        # A row may lack keys that were added since.
-        evaluate = Evaluate.model_validate(evaluate).model_dump(mode="json")
-    return config["rounds"], {k: v for k, v in evaluate.items() if k != "batch_size"}
+    evaluate = {key: value for key, value in row.evaluate.items() if key != "batch_size"}
+    return row.config["rounds"], evaluate

@@ -327,8 +327,12 @@ def test_a_row_from_before_a_key_of_the_evaluation_is_taken(rows):
     old = json.loads(json.dumps([row.config for row in rows]))
     assert old[0]["evaluate"].pop("per_class") is False
     old[1]["evaluate"]["gone"] = 1
-    write_rows(LEDGER, [changed(row, config=c) for row, c in zip(rows, old, strict=True)])
+    before = [changed(row, config=c) for row, c in zip(rows, old, strict=True)]
+    write_rows(LEDGER, before)
     assert len(SweepLedger(LEDGER, swept(), fail).taken) == 3
+    # It is also no other seed of a report.
+    write_rows("both.jsonl", [rows[0], before[0]])
+    assert [*raysim.report("table", ledger="both.jsonl")["seeds"]] == [1]
 
 
 # -- reports ---------------------------------------------------------------------------------------
@@ -388,7 +392,7 @@ def test_a_ledger_that_cannot_be_written_is_refused_before_anything_starts(here)
 
 
 def changed(row: Row, **what: Any) -> Row:
-    return Row(**{**vars(row), **what})
+    return replace(row, **what)
 
 
 def test_merge_keeps_one_of_equal_rows(rows, raysim_):

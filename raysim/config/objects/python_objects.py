@@ -100,7 +100,7 @@ def _keep(name: str, value: Any, texts: Mapping[str, bytes], nbytes: int) -> Pyt
 def _forget_oldest() -> None:
     """Forget objects that are not in use while all are too large. A notebook may train hundreds."""
     used, total = _IN_USE.get(), sum(kept.nbytes for kept in _OBJECTS.values())
-    for name in [*_OBJECTS]:
+    for name in [name for name, kept in _OBJECTS.items() if kept.nbytes]:
         if total > KEPT_BYTES and used is not None and name not in used:
             total -= _OBJECTS.pop(name).nbytes
 
