@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def tables_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Create the tables of an MLflow database once, and copy them; import MLflow once. Both take
-    seconds. This process has the variables of MLflow's own."""
+    seconds. MLflow runs in this process, so this one has the variables of MLflow's."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in mlflow_client.MLFLOW_ENVIRONMENT.items():
             patch.setenv(name, os.environ.get(name, value))

@@ -6,9 +6,9 @@ local loss adds lam times the mean squared difference between an example's logit
 class. Unknown logits are NaN. The logits are those of the client's last model, in evaluation; the
 paper takes means over the local steps.
 
-The paper has a cross-entropy in place of the squared difference. So has PFLlib's code, with the
-mean logits themselves as targets, without a softmax. It takes them over the local steps, and
-averages the clients' means without counts.
+The paper has a cross-entropy in place of the squared difference. So has PFLlib, at d832e76 with
+the mean logits themselves as targets; earlier versions had their softmax, or this squared
+difference. It takes them over the local steps, and averages the clients' means without counts.
 
 Run: raysim run quickstart algorithm=feddistill partition.test.fraction=0.2 evaluate.every=0
 evaluate.clients.every=20

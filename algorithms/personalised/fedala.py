@@ -48,15 +48,15 @@ class FedALAClient(ClientRule):
         if not client_state["seen"]:  # it has no own model
             return x, task.buffers, {"W": W}
         waits = self.steady > 0 and data.n > 0 and not client_state["tuned"]
-        losses, batches, before = [], list(data.batches()), W
+        losses, W_before = [], W
         for _ in range(MAX_PASSES if waits else self.passes):
-            for batch in batches:
+            for batch in data.batches():
                 gradient = task.grad(own + W * (x - own), batch, mode="frozen")
                 step = self.eta * task.part("classifier") * (x - own) * gradient
-                before, W = W, (W - step).clamp(0, 1)
+                W_before, W = W, (W - step).clamp(0, 1)
             if waits:
-                net = task.net(own + before * (x - own), batches[-1])
-                losses.append(task_loss(net, batches[-1]).mean())
+                net = task.net(own + W_before * (x - own), batch)
+                losses.append(task_loss(net, batch).mean())
                 last = torch.stack(losses[-N_LOSSES:])
                 if len(losses) > N_LOSSES and last.std(correction=0) < self.steady:
                     break

@@ -47,7 +47,7 @@ class KrumServer(ServerRule):
         neighbours = max(len(deltas) - self.attackers - 2, 1)
         squared = torch.cdist(deltas, deltas, compute_mode=EXACT).square()
         scores = squared.sort(dim=1).values[:, 1 : neighbours + 1].sum(1)
-        best = scores.argsort(stable=True)[: self.m]
+        best = scores.argsort(stable=True)[: self.m].tolist()
         reports.set_weights((k in best) / len(best) for k in range(len(deltas)))
         return {"x": state["x"] - self.lr * deltas[best].mean(0)}
 

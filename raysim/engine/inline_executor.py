@@ -121,7 +121,7 @@ class Inline:
         """Do nothing: a server in this process dies with it only."""
 
     def close(self) -> None:
-        """Restore torch's threads and kernels."""
+        """Restore the settings of this process."""
         self._restore_process()
 
 

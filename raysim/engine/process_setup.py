@@ -90,7 +90,8 @@ def configure_process(resources: Resources, on_gpu: bool) -> Callable[[], None]:
         on_gpu: whether this process computes on a GPU.
 
     Returns:
-        A function that restores torch's threads, kernels and TF32, for a process that goes on.
+        A function that restores torch's threads, kernels and TF32, and lets glibc return memory
+        again, for a process that goes on.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(resources.threads)
@@ -105,9 +106,9 @@ def configure_process(resources: Resources, on_gpu: bool) -> Callable[[], None]:
 
     with suppress(OSError):  # not glibc: nothing to set
         libc = ctypes.CDLL("libc.so.6")
-        _keep_freed_memory(libc, 1 << 30, -1)
-        # What glibc itself comes to after it has freed a large block; it cannot be set back.
-        restored.append(partial(_keep_freed_memory, libc, 1 << 25, 1 << 26))
+        _set_malloc(libc, 1 << 30, -1)
+        # What was set before cannot be read. glibc itself raises both, at most to these.
+        restored.append(partial(_set_malloc, libc, 1 << 25, 1 << 26))
         restored.append(partial(libc.malloc_trim, 0))
 
     def restore() -> None:
@@ -117,8 +118,8 @@ def configure_process(resources: Resources, on_gpu: bool) -> Callable[[], None]:
     return restore
 
 
-def _keep_freed_memory(libc: ctypes.CDLL, largest: int, unused: int) -> None:
-    """Keep freed blocks of up to `largest` bytes, `unused` bytes in all; -1: any number."""
+def _set_malloc(libc: ctypes.CDLL, largest: int, unused: int) -> None:
+    """Let freed blocks of up to `largest` bytes stay, `unused` bytes at the end; -1: any number."""
     m_trim_threshold, m_mmap_threshold = -1, -3
     libc.mallopt(m_mmap_threshold, largest)
     libc.mallopt(m_trim_threshold, unused)

@@ -76,9 +76,9 @@ class Row:
 
     @cached_property
     def evaluate(self) -> Mapping[str, Any]:
-        """Section `evaluate` of the configuration, with the keys that were added since."""
+        """Section `evaluate`, with keys that were added since; as it is if it has removed keys."""
         evaluate = self.config["evaluate"]
-        with suppress(ValidationError):  # else it has keys of another version
+        with suppress(ValidationError):
             evaluate = Evaluate.model_validate(evaluate).model_dump(mode="json")
         return evaluate
 

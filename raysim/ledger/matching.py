@@ -28,10 +28,12 @@ def matching_row(
     if wanted["record_updates"] is not None:  # a row has no updates
         return None
     stopped_rows = []
+    asked = wanted["rounds"], _without_batch_size(wanted["evaluate"])
     for row in rows:
-        own = replace(row, config=wanted, experiment=config.tracking.experiment)
-        if _asked_of_run(row) != _asked_of_run(own):
+        # The fingerprint says nothing of rounds and evaluations.
+        if (row.config["rounds"], _without_batch_size(row.evaluate)) != asked:
             continue
+        own = replace(row, config=wanted, experiment=config.tracking.experiment)
         if not row.stopped:
             return own
         if stopping is not None and row.early_stopping == stopping:
@@ -39,7 +41,6 @@ def matching_row(
     return stopped_rows[0] if stopped_rows else None
 
 
-def _asked_of_run(row: Row) -> tuple[int, dict[str, Any]]:
-    """Return the rounds and the evaluations of a run, of which its fingerprint says nothing."""
-    evaluate = {key: value for key, value in row.evaluate.items() if key != "batch_size"}
-    return row.config["rounds"], evaluate
+def _without_batch_size(evaluate: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `evaluate` without what changes no metric."""
+    return {key: value for key, value in evaluate.items() if key != "batch_size"}

@@ -378,7 +378,9 @@ def _refuse_other_types(net: nn.Module, dtype: str) -> None:
             wide = "set dtype: float64" if kind == "float64" else "local.precision: bf16 for passes"
             is_default = parameter.dtype == torch.get_default_dtype()
             narrow = (
-                "torch.set_default_dtype(torch.float32)" if is_default else "float() of the net"
+                "torch.set_default_dtype(torch.float32) before the net is made"
+                if is_default
+                else "float() of the net"
             )
             raise ConfigError(
                 f"model: '{name}' is {kind}, and all parameters of this run are {dtype}; call "

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raysim.config import explain
-from raysim.config.objects.python_objects import ObjectMissing, noting_changes
+from raysim.config.objects.python_objects import ObjectMissing, keep_with, noting_changes
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy
 from raysim.data import Examples
@@ -76,6 +76,10 @@ class RunResult:
     """Wall-clock seconds of the call; of a loaded run, the seconds of its rounds."""
     stopped: str = ""
     """Why the run ended before its last round; empty if all rounds are done."""
+
+    def __post_init__(self) -> None:
+        # A net that was given as an object is there for `net` and `predict`.
+        keep_with(self)
 
     def __repr__(self) -> str:
         """Return one line: folder, rounds, last and best accuracy, and the digest's first 8."""

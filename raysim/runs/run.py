@@ -36,6 +36,7 @@ from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import RunResult, best_figures, parameters_digest, write_parameters
 from raysim.runs.run_dir import (
     PARAMETERS_FILE,
+    STORE_TO_KEEP,
     forget,
     how_to_continue,
     make_run_dir,
@@ -194,7 +195,7 @@ def _own_folder(plan: Plan, run_dir: Path, is_new: bool) -> Iterator[None]:
         with lock.alone(run_dir):
             output.keep_rest_in(run_dir)
             if is_new:
-                warn_if_deleted_with_job(run_dir, "run_dir")
+                warn_if_deleted_with_job(run_dir, "run_dir to a folder on a shared disk")
             files.refuse_links(
                 run_dir, [client_store.ROWS_FOLDER] if plan.config.client_state.dir else []
             )
@@ -307,7 +308,7 @@ class _OpenRun:
         self.also = plan.config.tracking.also if tracker is None or tracker.tracks else []
         require_packages(self.also)
         if tracker is None:
-            warn_if_deleted_with_job(database_of(plan.config.tracking.uri), "tracking.uri")
+            warn_if_deleted_with_job(database_of(plan.config.tracking.uri), STORE_TO_KEEP)
         self.tracker = tracker or Tracker(plan.config.tracking, run_dir, origin and origin.run_id)
         self.end = _RunEnd()
         self.executor: Executor | None = None

@@ -24,6 +24,9 @@ from raysim.tracking.mlflow_process.run_client import folder_of_tracked_run
 
 logger = logging.getLogger("raysim")
 
+STORE_TO_KEEP = "tracking.uri to a server, http://HOST:5000"
+"""How a job keeps what it tracks."""
+
 JOB_FOLDERS = "working_dir_files"
 """Folder of a Ray node for the working directories that jobs upload."""
 
@@ -178,19 +181,15 @@ def make_run_dir(plan: Plan) -> Path:
     raise ConfigError(f"run_dir: {stem} and its numbered followers are all taken; give run_dir")
 
 
-def warn_if_deleted_with_job(path: Path | None, key: str) -> None:
+def warn_if_deleted_with_job(path: Path | None, fix: str) -> None:
     """Log a warning if a path is in the copy of the working directory that Ray deletes.
 
     Args:
         path: the folder of a run or of a sweep's trials, or MLflow's database; None for a server.
-        key: the key or option that moves it.
+        fix: the key or option that moves it, and to where.
     """
     if path is not None and JOB_FOLDERS in path.absolute().parts:
-        logger.warning(
-            "%s is deleted with this job; set %s to a place on a shared disk to keep it",
-            path.absolute(),
-            key,
-        )
+        logger.warning("%s is deleted with this job; to keep it, set %s", path.absolute(), fix)
 
 
 def _make(path: Path, exist_ok: bool = False) -> None:

@@ -23,7 +23,7 @@ from raysim.runs.artifacts.description import NOTE
 from raysim.runs.provenance import command_tag
 from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import best_values
-from raysim.runs.run_dir import warn_if_deleted_with_job
+from raysim.runs.run_dir import STORE_TO_KEEP, warn_if_deleted_with_job
 from raysim.sweeps import search_space, summary
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
 from raysim.sweeps.preparation import prepare_sweep
@@ -267,7 +267,7 @@ def _lock_trials(folder: Path) -> Iterator[None]:
             f"--dir: {folder} cannot be created: {error.strerror}; choose another folder"
         ) from None
     output.keep_rest_in(folder)
-    warn_if_deleted_with_job(folder, "--dir")
+    warn_if_deleted_with_job(folder, "--dir to a folder on a shared disk")
     alone = FileLock(folder.parent / ".lock", timeout=0)
     try:
         alone.acquire()
@@ -288,7 +288,7 @@ def _lock_trials(folder: Path) -> Iterator[None]:
 def _forwarding(sweep: Sweep, parent: str) -> Iterator[None]:
     """Send the records of all trials to the tracking store, those of earlier ones too."""
     tracking = sweep.tracking
-    warn_if_deleted_with_job(database_of(tracking.uri), "tracking.uri")
+    warn_if_deleted_with_job(database_of(tracking.uri), STORE_TO_KEEP)
     writer = Writer(absolute_uri(restored_uri(tracking.uri)), tracking.experiment)
     try:
         for trial in sweep.trials:

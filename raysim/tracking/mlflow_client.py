@@ -44,6 +44,8 @@ def connected(uri: str) -> Any:
 def open_store(uri: str | None, purpose: str = "read") -> Iterator[Any]:
     """Yield a client of a tracking store, whose errors inside the block become one line.
 
+    It sets environment variables, so one thread at a time may open a store.
+
     Args:
         uri: tracking URI; None: the default of `tracking.uri`.
         purpose: past participle of what the block does with the store, such as "read", for errors.

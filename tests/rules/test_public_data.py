@@ -58,8 +58,9 @@ def test_fltrust_is_algorithm_2_of_its_paper(config, shown, engine):
     """Cao 2021: g = Σ ReLU(cos(g_i, g_0)) ‖g_0‖/‖g_i‖ g_i / Σ ReLU(cos)."""
     server = {"name": shown("fltrust.py", "FLTrustServer"), "epochs": 2, "batch_size": SIZE}
     groups = {"flipped": {"ids": [1], "client": flipped(shown)}}
-    run, _ = engine(config(server=server, groups=groups))
+    run, history = engine(config(server=server, groups=groups))
     x = run.executor.xs[0]
+    entropies = [record["server/weights_entropy"] for record in history if record["round"]]
     for t in range(ROUNDS):
         w = x
         for rows in passes("root", t, 2):
@@ -76,6 +77,17 @@ def test_fltrust_is_algorithm_2_of_its_paper(config, shown, engine):
             / trust.sum()
         )
         assert np.allclose(run.executor.xs[t + 1], x, rtol=0, atol=1e-10)
+        # BatchNorm statistics are averaged by the trust.
+        p = trust[trust > 0] / trust.sum()
+        assert entropies[t] == pytest.approx(-(p * np.log(p)).sum())
+
+
+def test_fltrust_that_trusts_nobody_stays_where_it_is(config, shown, engine):
+    server = {"name": shown("fltrust.py", "FLTrustServer"), "batch_size": SIZE}
+    groups = {"flipped": {"share": 1.0, "client": flipped(shown)}}
+    run, history = engine(config(server=server, groups=groups))
+    assert np.array_equal(run.executor.xs[-1], run.executor.xs[0])
+    assert history[-1]["server/weights_entropy"] == 0
 
 
 def flipped(shown) -> str:

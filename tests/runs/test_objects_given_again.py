@@ -35,7 +35,7 @@ def new_process(source, monkeypatch) -> Callable[..., Script]:
         text = program("counting_script")
         assert old in text
         path = source(f"counting_script{len(new)}", text.replace(old, new))
-        monkeypatch.setattr(python_objects, "_OBJECTS", {})
+        monkeypatch.setattr(python_objects, "_OBJECTS", weakref.WeakValueDictionary())
         script: Script = {"__name__": "__main__"}
         exec(compile(Path(path).read_text(), path, "exec"), script)
         return script
@@ -201,17 +201,21 @@ def remembered() -> int:
 
 
 def test_large_objects_of_earlier_runs_are_forgotten(new_process, train, monkeypatch):
-    """As many as fit into the limit stay, the last ones, and all that a call has been given."""
+    """As many as fit into the limit stay, the last ones, and those of a result."""
     script = new_process()
     nets = [script["Net"]() for _ in range(4)]
     size = sum(parameter.nbytes for parameter in nets[0].parameters())
     monkeypatch.setattr(python_objects, "KEPT_BYTES", int(2.5 * size))
     runs = [train(script, model=net) for net in nets]
-    assert raysim.resume(runs[-1].run_dir, {"rounds": 2}).rounds == 2
+    assert all(run.predict(X).shape == (40, 3) for run in runs)
+    folders = [run.run_dir for run in runs]
+    del runs
+    gc.collect()
+    assert raysim.resume(folders[-1], {"rounds": 2}).rounds == 2
     with pytest.raises(ConfigError, match=r"^model.*object in Python, and this process has none"):
-        raysim.resume(runs[0].run_dir, {"rounds": 2})
-    assert raysim.resume(runs[0].run_dir, {"rounds": 2, "model": nets[0]}).rounds == 2
+        raysim.resume(folders[0], {"rounds": 2})
+    assert raysim.resume(folders[0], {"rounds": 2, "model": nets[0]}).rounds == 2
     alive = weakref.ref(nets[1])
-    del nets, runs
+    del nets
     gc.collect()
     assert alive() is None

@@ -2,10 +2,10 @@
 
 A class or a function from a module that is a user's file is named path.py:Name, as in a
 configuration file. What has no such place (classes of a notebook or a script, instances of nets) is
-named `python:NAME-DIGEST` and kept in this process. The digest is that of its description. A run of
-such an object is resumed from Python, with an object of the same content. An object that holds
-something whose content cannot be read, such as an open file, has a name of its own each time, so
-its run is resumed in the same process only.
+named `python:NAME-DIGEST` and kept in this process, large ones up to a limit. The digest is that of
+its description. A run of such an object is resumed from Python, with an object of the same content.
+An object that holds something whose content cannot be read, such as an open file, has a name of its
+own each time, so its run is resumed in the same process only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary, finalize
 
 from raysim.config.distributions import distribution_of
 from raysim.config.objects import pickling
@@ -79,30 +80,39 @@ class ObjectMissing(ConfigError):
         super().__init__(f"{self.reason}; {fix}")
 
 
-_OBJECTS: dict[str, PythonObject] = {}
-"""The objects of this process by name, the last one that was given at the end."""
+_OBJECTS: WeakValueDictionary[str, PythonObject] = WeakValueDictionary()
+"""The objects of this process by name: those below, and those that a call or a result still has."""
+
+_LAST_GIVEN: dict[str, PythonObject] = {}
+"""The objects that are kept for a next call, such as `resume`, by name; the last one at the end."""
 
 KEPT_BYTES = 1 << 30
-"""Bytes that objects may have in all, to be found again when their run is resumed or loaded."""
+"""Bytes of the objects that are kept for the next call. A notebook may train hundreds of nets."""
 
 
-_IN_USE: ContextVar[dict[str, tuple[Any, Values]] | None] = ContextVar("in use", default=None)
+_IN_USE: ContextVar[dict[str, tuple[PythonObject, Values]] | None] = ContextVar(
+    "in use", default=None
+)
 """The objects that a call uses by name, with their values when it began to."""
 
 
 def _keep(name: str, value: Any, texts: Mapping[str, bytes], nbytes: int) -> PythonObject:
     # The new object, since an earlier one of this content may have been changed in place.
-    _OBJECTS.pop(name, None)
-    _OBJECTS[name] = PythonObject(name, value, texts, nbytes)
-    return _OBJECTS[name]
+    kept = _OBJECTS[name] = PythonObject(name, value, texts, nbytes)
+    _LAST_GIVEN.pop(name, None)
+    _LAST_GIVEN[name] = kept
+    return kept
 
 
 def _forget_oldest() -> None:
-    """Forget objects that are not in use while all are too large. A notebook may train hundreds."""
-    used, total = _IN_USE.get(), sum(kept.nbytes for kept in _OBJECTS.values())
-    for name in [name for name, kept in _OBJECTS.items() if kept.nbytes]:
-        if total > KEPT_BYTES and used is not None and name not in used:
-            total -= _OBJECTS.pop(name).nbytes
+    """Keep no more objects than fit into `KEPT_BYTES`, and the last one."""
+    objects = [*_LAST_GIVEN.values()]
+    total = sum(kept.nbytes for kept in objects)
+    for kept in objects[:-1]:
+        # One with unreadable content could not be given again.
+        if total > KEPT_BYTES and kept.nbytes and UNREADABLE not in kept.name:
+            _LAST_GIVEN.pop(kept.name, None)
+            total -= kept.nbytes
 
 
 @contextmanager
@@ -112,14 +122,26 @@ def noting_changes() -> Iterator[None]:
     It counts as before when they are given again, so that counters and tables of known results that
     a run fills do not make another object of them.
     """
-    used: dict[str, tuple[Any, Values]] = {}
+    used: dict[str, tuple[PythonObject, Values]] = {}
     token = _IN_USE.set(used)
     try:
         yield
     finally:
         _IN_USE.reset(token)
-        for value, values in used.values():
-            note_changes(value, values)
+        for kept, values in used.values():
+            note_changes(kept.value, values)
+        _forget_oldest()
+
+
+def keep_with(owner: object) -> None:
+    """Keep the objects of the call that goes on as long as another object, such as its result.
+
+    Args:
+        owner: the other object.
+    """
+    objects = [kept for kept, _ in (_IN_USE.get() or {}).values()]
+    # Until the owner is gone, the finalizer has them as an argument.
+    finalize(owner, objects.clear).atexit = False
 
 
 def find(name: str, key: str) -> PythonObject:
@@ -132,14 +154,14 @@ def find(name: str, key: str) -> PythonObject:
     Raises:
         ObjectMissing: this process has no such object.
     """
-    if name not in _OBJECTS:
+    found, used = _OBJECTS.get(name), _IN_USE.get()
+    if found is None:
         # What an object with unreadable content differs in cannot be told.
         can_be_told = UNREADABLE not in name
         alike = [kept for known, kept in _OBJECTS.items() if label_of(known) == label_of(name)]
         raise ObjectMissing(name, key, alike[-1] if alike and can_be_told else None)
-    found, used = _OBJECTS[name], _IN_USE.get()
     if used is not None and name not in used:
-        used[name] = found.value, Description(found.value).values
+        used[name] = found, Description(found.value).values
     return found
 
 
@@ -161,7 +183,7 @@ def reference(value: Any) -> str:
     """
     used = _IN_USE.get()
     for name, (known, _) in (used or {}).items():
-        if known is value:
+        if known.value is value:
             return name
     module, place = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
@@ -178,10 +200,9 @@ def reference(value: Any) -> str:
         name = f"{label}-{digest_of(description.texts())[:DIGEST_CHARACTERS]}"
     else:
         name = _name_of_unreadable(value, label, description.unreadable)
-    if used is not None:
-        used[f"{PREFIX}{name}"] = value, description.values
     kept = _keep(f"{PREFIX}{name}", value, description.shown(), description.nbytes)
-    _forget_oldest()
+    if used is not None:
+        used[kept.name] = kept, description.values
     return kept.name
 
 

@@ -139,7 +139,7 @@ def write_checkpoint(
     available = of_rounds(home)
     kept = set([*available.values()][-keep:])
     if best is not None:
-        # From the history, which has the earlier rounds too: a long run's takes long to read.
+        # Its history has all of them; in a long run, reading that of each takes long.
         records = {record["round"]: record for record in checkpoint.facts["history"]}
         values = {path: records.get(t, {}).get(best.metric) for t, path in available.items()}
         kept |= {*_best_first(values, best)[:1]}
@@ -230,17 +230,32 @@ def check_belongs(saved: Checkpoint, plan: Plan, run_dir: Path) -> None:
     Raises:
         ConfigError: one of them differs.
     """
-    if saved.facts["fingerprint"] != plan.config.fingerprint:
+    changed = differs_in(saved, plan)
+    if changed == "fingerprint":
         raise ConfigError(
             f"{run_dir}: the checkpoint belongs to another configuration than config.yaml; "
             "put the run's config.yaml back"
         )
-    digests = {"data": plan.dataset.digest, "partition": partition_digest(plan.clients)}
-    if changed := [name for name, digest in digests.items() if saved.facts[name] != digest]:
+    if changed:
         raise ConfigError(
-            f"{changed[0]}: {run_dir} was run with another {changed[0]} than is there now; "
+            f"{changed}: {run_dir} was run with another {changed} than is there now; "
             "put the old one back"
         )
+
+
+def differs_in(saved: Checkpoint, plan: Plan) -> str:
+    """Return in which fact a checkpoint differs from a plan: "" if it belongs to it.
+
+    Args:
+        saved: a checkpoint.
+        plan: the plan of a run.
+    """
+    facts = {
+        "fingerprint": plan.config.fingerprint,
+        "data": plan.dataset.digest,
+        "partition": partition_digest(plan.clients),
+    }
+    return next((name for name, value in facts.items() if saved.facts[name] != value), "")
 
 
 def _first_complete(

@@ -24,7 +24,7 @@ from raysim.prepare.checks.privacy import check_privacy
 from raysim.rules.contract import ClientRule, ServerRule, half_of, overridden
 from raysim.rules.errors.user_code import translate_errors
 from raysim.rules.methods import registry
-from raysim.rules.rule import Problem, place_of_metric
+from raysim.rules.rule import Problem, family, place_of_metric
 from raysim.rules.uploads import declared, with_mode
 from raysim.system import startup_stages
 from raysim.system.signals import failing_as
@@ -312,15 +312,17 @@ def note_attackers(raw: Mapping[str, Any], plan: Plan) -> None:
 
 
 def note_attacked_statistics(plan: Plan) -> None:
-    """Log that attackers send statistics, which the server rule averages over all clients.
+    """Log that attackers send statistics, which are averaged over all clients.
 
     Args:
         plan: the plan of the run.
     """
-    is_averaged = plan.personal.statistics == "averaged" and plan.initial[1].numel()
-    # Rules that choose among the clients take the statistics of those that they have chosen.
-    is_averaged = is_averaged and not plan.server.weights_after_training
-    if is_averaged and any(group.rule.attacks for group in plan.groups):
+    server, statistics = type(plan.server), plan.personal.statistics
+    # Robust rules that choose clients take the statistics of those that they have chosen.
+    if server.weights_after_training and family(server.__module__) == "robust":
+        return
+    has_attackers = any(group.rule.attacks for group in plan.groups)
+    if has_attackers and plan.initial[1].numel() and statistics == "averaged":
         startup_stages.notes.info(
             "attackers also send statistics of normalisation layers, which are averaged over all "
             "clients, whatever %s does with the updates; set local.buffers=frozen or personal, or "

@@ -145,11 +145,13 @@ def _where_it_stopped(trial: Trial, ready: Plan) -> checkpoint.Checkpoint | None
         checkpoint.remove_after(trial.folder, last - 1)
     try:
         saved = checkpoint.read_latest(trial.folder, logger.warning)
-        if saved is not None:
-            checkpoint.check_belongs(saved, ready, trial.folder)
+        reason = "" if saved is None else checkpoint.differs_in(saved, ready)
+        if not reason:
             return saved
+        reason = f"{trial.folder}: its checkpoint is of another {reason}"
     except RaysimError as error:
-        logger.warning("%s; the trial starts again", error)
+        reason = str(error)
+    logger.warning("%s; the trial starts again", reason)
     checkpoint.remove_after(trial.folder, 0)
     return None
 
