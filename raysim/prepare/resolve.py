@@ -57,8 +57,9 @@ def prepare(
         ConfigError: the configuration has a mistake; the message names the key and the fix.
     """
     raw = read_run_config(source, overrides)
-    plan = resolve_plan(raw)
-    log_notes(raw, plan)
+    with gradients():  # the notes may make a net as well
+        plan = resolve_plan(raw)
+        log_notes(raw, plan)
     return plan
 
 

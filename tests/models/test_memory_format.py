@@ -119,5 +119,7 @@ def test_a_caller_may_have_switched_gradients_off(off, run_of):
     with off():
         again = run_of(model, y, task=nn.CrossEntropyLoss(label_smoothing=0.1))
         predicted = again.predict(X)
+        attacked = {"groups": {"bad": {"share": 0.4, "client": "sign_flip"}}}
+        run_of(nn.Sequential(model, nn.BatchNorm1d(2)), y, **attacked)
     assert again.digest == done.digest
     torch.testing.assert_close(predicted, done.net()(torch.from_numpy(X)).detach())

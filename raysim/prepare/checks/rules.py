@@ -317,12 +317,12 @@ def note_attacked_statistics(plan: Plan) -> None:
     Args:
         plan: the plan of the run.
     """
-    server, statistics = type(plan.server), plan.personal.statistics
+    server = type(plan.server)
     # Robust rules that choose clients take the statistics of those that they have chosen.
-    if server.weights_after_training and family(server.__module__) == "robust":
+    chooses = server.weights_after_training and family(server.__module__) == "robust"
+    if chooses or not any(group.rule.attacks for group in plan.groups):
         return
-    has_attackers = any(group.rule.attacks for group in plan.groups)
-    if has_attackers and plan.initial[1].numel() and statistics == "averaged":
+    if plan.initial[1].numel() and plan.personal.statistics == "averaged":
         startup_stages.notes.info(
             "attackers also send statistics of normalisation layers, which are averaged over all "
             "clients, whatever %s does with the updates; set local.buffers=frozen or personal, or "
