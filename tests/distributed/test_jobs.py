@@ -84,7 +84,8 @@ class Nodes:
         for name in ("second", "third"):
             self._node(f"--address={self.address}", name=name, cpus=2)
         # A job that begins before they have joined is refused: the head has no CPUs.
-        until(lambda: self._n_alive() == 3, 120, "the nodes do not join")
+        said = self.folder / "nodes.txt"
+        until(lambda: said.read_text().count("Ray runtime started") == 3, 300, "no nodes join")
 
     def _node(self, *options: str, name: str, cpus: int) -> None:
         agent, grpc, environment, metrics = free_ports(4)
@@ -128,11 +129,6 @@ class Nodes:
                 return json.load(answer)
         except (OSError, ValueError, http.client.HTTPException):
             return None
-
-    def _n_alive(self) -> int:
-        answer = self._answer("v0/nodes")
-        nodes = answer["data"]["result"]["result"] if answer and answer["result"] else []
-        return sum(node["state"] == "ALIVE" for node in nodes)
 
     def stop(self) -> None:
         for process in self.processes:
