@@ -57,9 +57,8 @@ def prepare(
         ConfigError: the configuration has a mistake; the message names the key and the fix.
     """
     raw = read_run_config(source, overrides)
-    with gradients():  # the notes may make a net as well
-        plan = resolve_plan(raw)
-        log_notes(raw, plan)
+    plan = resolve_plan(raw)
+    log_notes(raw, plan)
     return plan
 
 
@@ -72,7 +71,8 @@ def log_notes(raw: Mapping[str, Any], plan: Plan) -> None:
     """
     rule_checks.note_uniform_weights(raw, plan)
     rule_checks.note_attackers(raw, plan)
-    rule_checks.note_attacked_statistics(plan)
+    with gradients():  # it makes the net
+        rule_checks.note_attacked_statistics(plan)
     note_pixels(raw, plan.config, plan.dataset)
 
 
