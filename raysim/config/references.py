@@ -451,7 +451,9 @@ class _Finder(MetaPathFinder, InspectLoader):
             module.__file__ = source.path
         own_import = _local_import(module.__name__.partition(".")[0])
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": own_import}
-        exec(compile(source.text, source.path or module.__name__, "exec"), module.__dict__)
+        # This file's own `from __future__` is not the user's.
+        name = source.path or module.__name__
+        exec(compile(source.text, name, "exec", dont_inherit=True), module.__dict__)
 
     def _source(self, fullname: str) -> ModuleSource:
         package, _, name = fullname.partition(".")

@@ -293,7 +293,7 @@ class Model:
         """
         if self.is_classifier:
             return F.cross_entropy(outputs, y)
-        return self.learning_task.batch_losses(outputs, Batch(x, y)).mean()
+        return self.learning_task.mean_loss(outputs, Batch(x, y))
 
     def initial(self) -> tuple[Tensor, Tensor]:
         """Return the initial parameters [P] and statistics [Q] of the net."""

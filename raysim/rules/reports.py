@@ -134,21 +134,45 @@ class Reports(Cohort):
     def set_weights(self, weights: Iterable[float]) -> None:
         """Set the weights that a rule with `weights_after_training` has computed.
 
-        BatchNorm statistics are averaged with them. If they sum to less than one, the server's
-        present statistics get the rest.
+        `mean` takes them from then on, and BatchNorm statistics are averaged with them. If they sum
+        to less than one, the server's present statistics get the rest.
 
         Args:
             weights: p_i [K], in the order of `ids`.
+
+        Raises:
+            ContractError: they are not one number for each client.
         """
         self.given_weights = [float(p) for p in weights]
+        if len(self.given_weights) != len(self.ids):
+            raise ContractError(
+                f"reports.set_weights got {len(self.given_weights)} weights for "
+                f"{len(self.ids)} clients; pass one weight per client"
+            )
 
     def mean(self, key: str) -> Tensor:
-        """Return the weighted mean of an upload over the round's clients, in a new tensor.
+        """Return Σ_i p_i u_i, the weighted mean of an upload over the clients, in a new tensor.
+
+        p_i are the `weights`; after `set_weights` they are the weights given there.
 
         Args:
-            key: an upload with mode "mean" or "per_client".
+            key: an upload with mode "mean" or "per_client"; after `set_weights` with "per_client".
+
+        Raises:
+            ContractError: the rule has no such upload, or only its sum, after `set_weights`.
         """
-        return self._total("mean", key)
+        mean = self._total("mean", key)
+        if self.given_weights is None:
+            return mean
+        if key not in self.rows:
+            raise ContractError(
+                f"a server rule asks for the mean of '{key}' after reports.set_weights, but that "
+                f'mean was taken with the weights of `weigh`; set uploads["{key}"] = "per_client"'
+            )
+        total = torch.zeros_like(mean, dtype=torch.float64)
+        for weight, row in zip(self.given_weights, self.rows[key], strict=True):
+            total.add_(row, alpha=weight)
+        return total.to(mean.dtype)
 
     def sum(self, key: str) -> Tensor:
         """Return the sum of an upload over the round's clients, in a new tensor.

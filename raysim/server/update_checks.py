@@ -122,7 +122,7 @@ def check_update(rule: ServerRule, t: int, before: State, state: State, reports:
 
     Raises:
         ContractError: the state is not a dict of tensors, or has other keys or shapes.
-        RaysimError: the parameters are not finite, or the number of weights is wrong.
+        RaysimError: parameters or weights are not finite, or `update` may not set weights.
     """
     check_state(rule, "update", before, state)
     # NaN and infinity stay in the sum, which needs no mask [P].
@@ -137,13 +137,10 @@ def check_update(rule: ServerRule, t: int, before: State, state: State, reports:
             f"server rule '{rule.name}': update passed weights that are not finite to "
             f"reports.set_weights: {given_weights}"
         )
-    if given_weights is not None and (
-        not rule.weights_after_training or len(given_weights) != len(reports.ids)
-    ):
+    if given_weights is not None and not rule.weights_after_training:
         raise RaysimError(
-            f"server rule '{rule.name}': update passed {len(given_weights)} weights for "
-            f"{len(reports.ids)} clients to reports.set_weights; pass one weight per client, "
-            "and set weights_after_training = True in the class"
+            f"server rule '{rule.name}': update calls reports.set_weights; set "
+            "weights_after_training = True in the class"
         )
 
 

@@ -81,6 +81,35 @@ def test_attackers_reach_averaged_statistics_whatever_the_server_rule_does(buffe
     assert not notes(algorithm=chosen, model="tinynn", local=local)
 
 
+FIRST = """
+from dataclasses import dataclass
+from raysim import ServerRule
+
+
+@dataclass(frozen=True)
+class First(ServerRule):
+    uploads = {"delta": "per_client"}
+
+    def update(self, state, reports):
+        return {"x": state["x"] - reports.per_client("delta")[0]}
+
+
+@dataclass(frozen=True)
+class Chosen(First):
+    weights_after_training = True
+"""
+
+
+def test_statistics_do_not_follow_a_rule_that_weighs_updates_itself(notes, source):
+    path = source("first", FIRST)
+    parts = {"groups": {}, "client": "fedavg", "model": "tinynn"}
+    (message,) = notes(server=f"{path}:First", **parts)
+    assert "whatever first does with the updates; for its own weights call reports.set_w" in message
+    assert not notes(server=f"{path}:Chosen", **parts)
+    assert not notes(server=f"{path}:First", **{**parts, "model": "logistic"})
+    assert not notes(server="median", **parts)
+
+
 def test_a_sweep_prints_it_once(base, ragged, capsys):
     config = {key: value for key, value in base.items() if key not in ("run_dir", "tracking")}
     config |= {

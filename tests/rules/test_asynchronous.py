@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from support.programs import program
 
 import raysim
@@ -16,6 +17,7 @@ from raysim.engine.process_setup import make_trainer
 from raysim.engine.round_clients import make_cohort, make_tasks
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
+from raysim.rules.reports import Reports
 from raysim.runs.artifacts.plots import plot_virtual_clock
 from raysim.schedule import preview, synchronous_round
 from raysim.training.messages import Block, Broadcast
@@ -104,13 +106,32 @@ def test_weights_that_are_none_are_refused(how, message, given, engine):
         engine(given("Bad", how=how))
 
 
-@pytest.mark.parametrize("rule", ["Early", "Short"])
-def test_a_rule_that_weighs_late_says_so(rule, given, engine):
-    with pytest.raises(
-        RaysimError,
-        match=r"reports\.set_weights; pass one weight per client, and set weights_after_training = True",
-    ):
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("Early", "update calls reports.set_weights; set weights_after_training = True"),
+        ("Short", "got 1 weights for 2 clients; pass one weight per client"),
+    ],
+)
+def test_a_rule_that_weighs_late_says_so(rule, message, given, engine):
+    with pytest.raises(RaysimError, match=message):
         engine(given(rule))
+
+
+@pytest.mark.parametrize("mode", ["mean", "per_client"])
+def test_the_mean_has_the_weights_that_were_set(mode):
+    """A mean that was taken before the update cannot have them."""
+    uploads = [torch.tensor([1.0, 2.0]), torch.tensor([5.0, 0.0])]
+    rows = {"u": uploads} if mode == "per_client" else {}
+    total = {("mean", "u"): torch.stack(uploads).mean(0)}
+    reports = Reports(0, [4, 7], 9, totals=total, rows=rows)
+    assert torch.equal(reports.mean("u"), torch.tensor([3.0, 1.0]))
+    reports.set_weights([0.75, 0.25])
+    if mode == "mean":
+        with pytest.raises(RaysimError, match="taken with the weights of `weigh`"):
+            reports.mean("u")
+    else:
+        assert torch.equal(reports.mean("u"), torch.tensor([2.0, 1.5]))
 
 
 def test_fedhist_in_half_precision(engine, ragged):

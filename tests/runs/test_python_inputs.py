@@ -318,7 +318,7 @@ def test_a_class_of_an_imported_file_is_named_by_its_path(
 ):
     (here / "own_rule_of_test.py").write_text(
         "from dataclasses import dataclass\nfrom raysim import ClientRule\n\n"
-        "@dataclass(frozen=True)\nclass Mine(ClientRule):\n    pass\n"
+        "@dataclass(frozen=True)\nclass Mine(ClientRule):\n    power: float = 1.0\n"
     )
     monkeypatch.syspath_prepend(here)
     import own_rule_of_test  # pyright: ignore[reportMissingImports]

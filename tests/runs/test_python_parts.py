@@ -453,9 +453,10 @@ def test_objects_of_different_content_have_different_names():
 def named(source: str) -> str:
     """Return the name of what a cell of a notebook defines as `made`."""
     file = f"<cell {len(linecache.cache)}>"
+    source = f"import functools, torch\n{source}"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     space = {"__name__": "__main__"}
-    exec(compile(f"import functools, torch\n{source}", file, "exec"), space)
+    exec(compile(source, file, "exec"), space)
     return python_objects.reference(space["made"])
 
 

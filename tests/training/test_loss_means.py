@@ -235,6 +235,17 @@ def test_pooled_clients_have_each_their_own_denominator(name):
     assert_equal(loss, LABELS, mode="pooled", oracle=as_double(loss), steps=1)
 
 
+@pytest.mark.parametrize("name", ["smoothing", "of reduction", "of reduction sum", "per example"])
+def test_a_gradient_has_the_bits_of_one_call_for_the_batch(name):
+    loss = LABEL_LOSSES[name]
+    task, w, module = task_of(loss, LABELS, "loop")
+    x, y = torch.tensor(X[:7]), torch.tensor(LABELS[:7])
+    nn.utils.vector_to_parameters(w, module.parameters())
+    expected = torch.autograd.grad(loss(module(x), y).mean(), list(module.parameters()))
+    found = task.grad(w, Batch(x, y))
+    assert torch.equal(found, nn.utils.parameters_to_vector(expected))
+
+
 @pytest.mark.parametrize("name", ["weight", "all", "sum", "focal"])
 def test_every_mode_logs_the_functions_own_loss(name):
     loss = LABEL_LOSSES[name]

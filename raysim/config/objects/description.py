@@ -13,6 +13,7 @@ import dis
 import functools
 import hashlib
 import inspect
+import linecache
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -396,7 +397,12 @@ def _source(value: Any) -> bytes:
 def _source_text(value: type | CodeType) -> bytes:
     """Return the lines that define a class or a function; b"" if there are none."""
     try:
-        return inspect.getsource(value).rstrip().encode()
+        if isinstance(value, type):
+            return inspect.getsource(value).rstrip().encode()
+        # `inspect` would search all modules that are imported for the one with this code.
+        linecache.checkcache(value.co_filename)
+        lines = linecache.getlines(value.co_filename)[value.co_firstlineno - 1 :]
+        return "".join(inspect.getblock(lines)).rstrip().encode()
     except (OSError, TypeError):
         return b""
 

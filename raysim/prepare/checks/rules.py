@@ -24,7 +24,7 @@ from raysim.prepare.checks.privacy import check_privacy
 from raysim.rules.contract import ClientRule, ServerRule, half_of, overridden
 from raysim.rules.errors.user_code import translate_errors
 from raysim.rules.methods import registry
-from raysim.rules.rule import Problem, family, place_of_metric
+from raysim.rules.rule import SHIPPED_PACKAGE, Problem, family, place_of_metric
 from raysim.rules.uploads import declared, with_mode
 from raysim.system import startup_stages
 from raysim.system.signals import failing_as
@@ -311,8 +311,8 @@ def note_attackers(raw: Mapping[str, Any], plan: Plan) -> None:
     )
 
 
-def note_attacked_statistics(plan: Plan) -> None:
-    """Log that attackers send statistics, which are averaged over all clients.
+def note_averaged_statistics(plan: Plan) -> None:
+    """Log that statistics are averaged over clients whose updates the server weighs otherwise.
 
     Args:
         plan: the plan of the run.
@@ -320,14 +320,22 @@ def note_attacked_statistics(plan: Plan) -> None:
     server = type(plan.server)
     # Robust rules that choose clients take the statistics of those that they have chosen.
     chooses = server.weights_after_training and family(server.__module__) == "robust"
-    if chooses or not any(group.rule.attacks for group in plan.groups):
+    are_attacked = not chooses and any(group.rule.attacks for group in plan.groups)
+    is_shipped = server.__module__.startswith(f"{SHIPPED_PACKAGE}.")
+    sets_no_weights = not is_shipped and not server.weights_after_training
+    weighs = sets_no_weights and bool(with_mode(plan.server.uploads, "per_client"))
+    if not (are_attacked or weighs):
         return
     if plan.initial[1].numel() and plan.personal.statistics == "averaged":
+        who, fix = "clients", "for its own weights call reports.set_weights in its update"
+        if are_attacked:
+            who, fix = "attackers", "set local.buffers=frozen or personal, or take nn.GroupNorm"
         startup_stages.notes.info(
-            "attackers also send statistics of normalisation layers, which are averaged over all "
-            "clients, whatever %s does with the updates; set local.buffers=frozen or personal, or "
-            "take nn.GroupNorm",
+            "%s also send statistics of normalisation layers, which are averaged over all clients, "
+            "whatever %s does with the updates; %s",
+            who,
             plan.server.name,
+            fix,
         )
 
 

@@ -182,6 +182,15 @@ class LearningTask:
         total = weights.sum()
         return values * (batch.size / torch.where(total > 0, total, 1.0))
 
+    def mean_loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the loss of a batch without padding, a scalar: the mean of `batch_losses`.
+
+        Args:
+            outputs: the net's outputs, [B, ...].
+            batch: the batch, with the targets as `y`, [B, ...].
+        """
+        return self.batch_losses(outputs, batch).mean()
+
     def single_losses(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return each example's loss by itself, [B]; for privacy and the Fisher information.
 

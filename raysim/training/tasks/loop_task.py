@@ -247,13 +247,14 @@ class LoopTask(ModelTask):
         That mean is the learning task's loss in mode "train", else the loss.
         """
         net = self._net(bound, batch, mode, statistics)
+        of_task, is_plain = self.model.learning_task.mean_loss, self.model.is_own_loss(loss)
         with self.model.passes():
-            value = loss(net, batch).mean()
+            value = of_task(net.logits, batch) if is_plain else loss(net, batch).mean()
             points = [*bound.parameters, *others]
             gradients = torch.autograd.grad(value, points, allow_unused=True)
-        is_plain = self.model.is_own_loss(loss) or mode != "train"
-        plain = value if is_plain else task_loss(net, batch).mean()
-        return gradients, plain
+        if mode == "train" and not is_plain:
+            return gradients, of_task(net.logits, batch)
+        return gradients, value
 
     def _flat(self, gradients: tuple[Tensor | None, ...]) -> Tensor:
         """Return gradients as a vector [P], and note the parameters that none of a step reached."""
