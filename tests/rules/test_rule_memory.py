@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from raysim import Probe
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules import (
+    Batch,
     Classification,
     ClientRule,
     ClientSampling,
@@ -378,6 +379,40 @@ def test_a_loss_of_the_state_is_refused(rule, private):
     keys = {"privacy": {"noise_multiplier": 0.0, "max_grad_norm": 1e9}} if private else {}
     with pytest.raises(ConfigError, match=r'^client.name: .* depends on state\["w"\], which is a'):
         train(client=rule, server="fedavg", **keys)
+
+
+def near(w, x):
+    def loss(net, batch):
+        return F.cross_entropy(net.logits, batch.y, reduction="none") + (w - x).square().sum()
+
+    return loss
+
+
+@dataclass(frozen=True)
+class ProxAtTheEnd(ClientRule):
+    def finish(self, shared, state, client_state, data, task):
+        w = state["w"] / 2
+        g = task.grad(w, data.examples, near(w, shared["x"]), "eval")
+        return {"delta": shared["x"] - w + 0.1 * g}, {}
+
+
+@dataclass(frozen=True)
+class ProxOnTheServer(ServerRule):
+    needs_task = True
+
+    def update(self, state, reports):
+        x = state["x"] - reports.mean("delta")
+        batch = Batch(torch.ones(3, 6).to(x), torch.arange(3))
+        return {"x": x - 0.1 * reports.task.grad(x, batch, near(x, state["x"]))}
+
+
+@pytest.mark.parametrize(
+    "rules", [{"client": ProxAtTheEnd, "server": "fedavg"}, {"server": ProxOnTheServer}]
+)
+def test_a_loss_of_its_point_is_refused_outside_of_local_steps(rules):
+    (half,) = rules.keys() - ({"server"} if "client" in rules else ())
+    with pytest.raises(ConfigError, match=rf"^{half}.name: .* depends on w, which is a constant"):
+        train(**rules)
 
 
 def test_a_detached_term_of_a_loss_is_a_constant():
