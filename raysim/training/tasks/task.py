@@ -60,7 +60,7 @@ class ModelTask(Task):
         self.optimizer_state: State = {}
         """State of the optimizer after the last step; {} for plain SGD."""
         self.updates = 0
-        """Number of directions that went through the optimizer."""
+        """Number of directions that `descend` got."""
         self.unreached: list[int] | None = None
         """The parameters that no gradient since the last step depended on, as indices of
         `segments`; None before the first gradient."""
@@ -383,7 +383,7 @@ class ModelTask(Task):
             w, direction, self.settings, self.optimizer_state, self._idle(direction)
         )
         self.unreached = None
-        self.updates += self.settings.optimizer is not None
+        self.updates += 1
         return along
 
     def _idle(self, direction: Tensor) -> Tensor | None:
@@ -405,7 +405,7 @@ class ModelTask(Task):
         return stepped(w, self._downhill(w, direction), self.lr)
 
     def check_update(self, rule: ClientRule) -> None:
-        """Check that a rule's own step called `descend` once, if the optimizer has state.
+        """Check that a rule's own step called `descend`, if that does more than plain SGD.
 
         The step began with `updates` at 0.
 
@@ -413,12 +413,23 @@ class ModelTask(Task):
             rule: the client rule.
 
         Raises:
-            ContractError: it did not; the optimizer would have been left out, or moved twice.
+            ContractError: it did not, so that settings would have been left out; or it called it
+                twice, which would have moved the optimizer twice.
         """
-        if self.settings.optimizer is not None and self.updates != 1:
+        settings = self.settings
+        if settings.optimizer is not None and self.updates != 1:
             raise breach(
                 rule,
                 "step",
                 f"calls task.descend {self.updates} times; local.optimizer needs one call in each "
                 "step: make the step by task.descend, or declare why the rule `needs_plain_sgd`",
+            )
+        used = {"weight_decay": settings.weight_decay, "max_grad_norm": settings.clip}
+        key = next((f"local.{key}" for key, value in used.items() if value), None)
+        if key is not None and not self.updates:
+            raise breach(
+                rule,
+                "step",
+                f"never calls task.descend, so {key} would be left out: make the step by "
+                f"task.descend, or leave {key} out",
             )
