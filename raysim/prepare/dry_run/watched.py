@@ -29,7 +29,11 @@ from raysim.rules.contract import (
     half_of,
     overridden,
 )
-from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
+from raysim.rules.errors.keyed_numbers import (
+    RANDOM_NUMBERS_PAGE,
+    keyed_numbers_only,
+    stream_on_server,
+)
 from raysim.rules.errors.user_code import breach, described, mixes_devices, raised_by_task
 from raysim.rules.losses import Net
 from raysim.rules.methods.misspelled_methods import public_names
@@ -222,12 +226,10 @@ class _Argument:
 
 def _unkeyed(rule: ClientRule | ServerRule, method: str, drawn: str) -> ContractError:
     """Return the error for a method of a rule that draws from a global generator."""
-    if method in ("candidates", "select"):
-        stream = RNG_ARGUMENT
+    if isinstance(rule, ServerRule):
+        stream = stream_on_server(method)
     elif method == "collude":
         stream = 'cohort.rng("name")'
-    elif isinstance(rule, ServerRule):
-        stream = 'reports.rng("name") or cohort.rng("name")'
     elif method in LOCAL_STEP:
         stream = "`noise` and batch.noise"
     else:
