@@ -448,6 +448,41 @@ def hits(outputs, y):
     return (outputs.argmax(1) == y) * outputs.abs().sum(1)
 
 
+@dataclass(frozen=True)
+class Rewarded(ClientRule):
+    def direction(self, shared, state, batch, task):
+        task.log(reward=state["w"].norm())
+        return task.grad(state["w"], batch)
+
+    def finish(self, shared, state, client_state, data, task):
+        if task.t > 0:
+            task.log(late=1)
+        return {"delta": shared["x"] - state["w"]}, {}
+
+
+@dataclass(frozen=True)
+class SelectsByMetric(ServerRule):
+    metric: str = "reward"
+
+    def update(self, state, reports):
+        return {"x": state["x"] - reports.mean("delta")}
+
+    def select(self, state, pool, rng):
+        values = np.nan_to_num(pool.metric(self.metric))
+        return pool.ids[np.argsort(-values, kind="stable")]
+
+
+@pytest.mark.parametrize("metric", ["reward", "late", "rewrd"])
+def test_a_selection_by_a_metric_that_no_client_reports_is_refused(metric):
+    keys = {"client": Rewarded, "server": {"name": SelectsByMetric, "metric": metric}}
+    if metric != "rewrd":
+        train(**keys)
+        return
+    message = r"^server.name: pool.metric\('rewrd'\): no client reports it.* 'reward'"
+    with pytest.raises(ConfigError, match=message):
+        train(**keys)
+
+
 def test_a_selection_that_keeps_something_is_refused():
     with pytest.raises(ConfigError, match=r"^server.name: .* `select` returns other clients"):
         train(server=SelectsInTurn)
