@@ -128,7 +128,8 @@ def simulated(
         )
     task = _AttackTask(model, facts, broadcast.buffers, (1, 0))
     client_state = {"seen": torch.zeros((), dtype=torch.bool, device=global_params.device)}
-    state = {"w": global_params, **rule.init(broadcast.shared, client_state, data, task)}
+    # The client's own parameters, which are another tensor than those of the broadcast.
+    state = {"w": global_params.clone(), **rule.init(broadcast.shared, client_state, data, task)}
     batch = Batch(x, y)
     if rule.prepares:
         batch = replace(batch, prepared=rule.prepare(broadcast.shared, batch, task))

@@ -51,8 +51,10 @@ class SelectionPool(ClientPool):
     def metric(self, name: str) -> np.ndarray:
         """Return a metric that each client reported in its last round, [n]; nan if it has not.
 
+        Before the run a name is refused that no client reports in its first two rounds.
+
         Args:
-            name: NAME of "metric/NAME" in the client's report.
+            name: NAME of "metric/NAME" in the client's report, or of `task.log`.
         """
         return self.metrics.get(name, np.full(len(self.ids), np.nan))
 

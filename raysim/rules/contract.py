@@ -15,12 +15,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from raysim.errors import ConfigError
 from raysim.rules.batch import Batch
 from raysim.rules.errors.returned_values import check_direction
 from raysim.rules.losses import Net, task_loss
@@ -396,6 +397,13 @@ class Algorithm:
     """Module that defines it."""
 
     def __post_init__(self) -> None:
+        for half, rule in (("client", self.client), ("server", self.server)):
+            if isinstance(rule, ClientRule | ServerRule):
+                values = {f.name: getattr(rule, f.name) for f in fields(rule) if f.init}
+                raise ConfigError(
+                    f"Algorithm '{self.name}': its {half} rule is an instance; give the class "
+                    f"{type(rule).__name__}, and its values in the mapping settings: {values}"
+                )
         definition = sys._getframe(2)  # 0 is this function, 1 the dataclass's __init__
         object.__setattr__(self, "module", definition.f_globals.get("__name__", ""))
         if self.module.startswith(f"{SHIPPED_PACKAGE}."):

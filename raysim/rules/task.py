@@ -215,6 +215,9 @@ class Task(SuggestsAttributes, ABC):
 
         Raises:
             ValueError: under `privacy`, mode is not "train".
+            ContractError: in all methods with a loss, the loss depends on `w` or `state["w"]` other
+                than through nets, such as by a penalty on `w`. It would have no gradient, so the
+                rule adds that of the penalty to the result.
         """
 
     @abstractmethod
@@ -263,6 +266,8 @@ class Task(SuggestsAttributes, ABC):
 
         Raises:
             ValueError: under `privacy`.
+            ContractError: the loss uses one of these tensors from elsewhere than its third
+                argument, where it is a constant.
         """
 
     @abstractmethod
@@ -376,9 +381,12 @@ class Task(SuggestsAttributes, ABC):
         buffers: Tensor | None = None,
         dropout: bool = True,
     ) -> Net:
-        """Return a forward pass with constant parameters.
+        """Return a forward pass at any parameters, such as a second view of the batch.
 
-        Gradients flow only into the activations that `Net.tail` receives.
+        In a loss, at the very vector whose gradient the task computes, the gradient flows through
+        this pass too; write `.detach()` behind its outputs for constants. At another vector, such
+        as `shared["x"]` or `1 * state["w"]`, and outside of losses the parameters are constants,
+        and gradients flow only into the activations that `Net.tail` receives.
 
         Args:
             w: [P], the parameters.

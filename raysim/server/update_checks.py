@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from raysim.errors import RaysimError, round_name
 from raysim.numerics.fixed_point import NonFiniteError
 from raysim.rules.contract import ServerRule, State
+from raysim.rules.errors.keyed_numbers import (
+    RANDOM_NUMBERS_PAGE,
+    keyed_numbers_only,
+    stream_on_server,
+)
 from raysim.rules.errors.returned_values import check_tensors
 from raysim.rules.errors.user_code import breach, translate_errors
+from raysim.rules.methods.registry import is_shipped
 from raysim.rules.reports import Reports
 from raysim.rules.uploads import described_tensor
 
@@ -30,10 +36,17 @@ def errors_name_rule(
         details: returns a text for the end of the message.
 
     Raises:
-        RaysimError: the block inside raised; the message names rule and round.
+        RaysimError: the block inside raised, or a user's rule drew from a global random generator;
+            the message names rule and round.
     """
-    failed = f"{round_name(t)}: {method} of server rule '{rule.name}' failed: "
-    with translate_errors(lambda text: RaysimError(failed + text + details())):
+    name = f"{round_name(t)}: {method} of server rule '{rule.name}'"
+
+    def unkeyed(drawn: str) -> RaysimError:
+        return RaysimError(f"{name} {drawn}, {stream_on_server(method)} {RANDOM_NUMBERS_PAGE}")
+
+    # Those that ship draw keyed numbers only.
+    watch = nullcontext() if is_shipped(rule) else keyed_numbers_only(unkeyed)
+    with translate_errors(lambda text: RaysimError(f"{name} failed: {text}{details()}")), watch:
         try:
             yield
         except NonFiniteError as error:

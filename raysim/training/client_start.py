@@ -296,12 +296,21 @@ def kept_or_new_state(rule: ClientRule, task: LoopTask, client_task: ClientTask)
         client_task: what the client is asked to do, with the state that it kept.
 
     Raises:
-        ContractError: the rule's `state` is not a dict of tensors.
+        ContractError: the rule's `state` is not a dict of tensors, or has a key of the engine's.
     """
     task.logged = None  # `state` belongs to no round
     client_state = rule.state(task)
     task.logged = {}
     check_tensors(rule, "state", client_state)
+    for key in client_state:
+        # The engine keeps more under keys with a space, such as the state of the optimizer.
+        if key == "seen" or " " in key:
+            raise breach(
+                rule,
+                "state",
+                f"returns '{key}', which is a key of the engine's; give it another name, without "
+                'spaces; client_state["seen"] is set by the engine',
+            )
     # Copies, because `state` may return `task.x0`, and the client may change its state in place.
     client_state = {k: v.to(task.model.device, copy=True) for k, v in client_state.items()}
     if client_task.client_state is not None:

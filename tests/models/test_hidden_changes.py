@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +12,8 @@ from support.plain_fedavg import blobs, check, cut, fedavg, run
 from torch import nn
 from torch.nn import functional as F
 
-from raysim.errors import ConfigError
-from raysim.rules import ClientRule
+from raysim.errors import ConfigError, RaysimError
+from raysim.rules import ClientRule, ServerRule
 
 DATA, PARTS = blobs(), cut([60, 30, 20, 10])
 
@@ -57,19 +58,62 @@ def test_a_change_on_some_examples_ends_the_run(late, message):
         run(Net(late), DATA, PARTS)
 
 
+DRAWS = {"torch": lambda: torch.rand(()), "NumPy": np.random.rand, "Python": random.random}
+
+
 @dataclass(frozen=True)
 class DrawsLater(ClientRule):
     """Draws in a round that no dry run reaches."""
 
+    library: str = "NumPy"
+
     def direction(self, shared, state, batch, task):
         if task.t > 1:
-            np.random.rand()
+            DRAWS[self.library]()
         return task.grad(state["w"], batch)
 
 
-def test_a_rule_that_draws_in_a_later_round_ends_the_run():
-    with pytest.raises(ConfigError, match="or the client rule draws from NumPy's global generator"):
-        run(nn.Linear(6, 3), DATA, PARTS, rounds=3, client=DrawsLater)
+@pytest.mark.parametrize("library", DRAWS)
+def test_a_rule_that_draws_in_a_later_round_ends_the_run(library):
+    message = f"or the client rule draws from {library}'s global generator"
+    with pytest.raises(ConfigError, match=message):
+        run(nn.Linear(6, 3), DATA, PARTS, rounds=3, client={"name": DrawsLater, "library": library})
+
+
+@dataclass(frozen=True)
+class ServerDrawsLater(ServerRule):
+    library: str = "NumPy"
+    method: str = "update"
+
+    def _draw(self, method, t):
+        if method == self.method and t > 2:
+            DRAWS[self.library]()
+
+    def update(self, state, reports):
+        self._draw("update", reports.round)
+        return {"x": state["x"] - reports.mean("delta")}
+
+    def before_round(self, state, cohort):
+        self._draw("before_round", cohort.round)
+        return state
+
+    def weigh(self, cohort):
+        self._draw("weigh", cohort.round)
+        return [1 / len(cohort.ids)] * len(cohort.ids)
+
+    def select(self, state, pool, rng):
+        self._draw("select", pool.round)
+        return pool.ids
+
+
+@pytest.mark.parametrize("method", ["update", "before_round", "weigh", "select"])
+@pytest.mark.parametrize("library", DRAWS)
+def test_a_server_rule_that_draws_in_a_later_round_ends_the_run(library, method):
+    rule = {"name": ServerDrawsLater, "library": library, "method": method}
+    keyed = "`rng`" if method == "select" else r"reports\.rng"
+    message = f"round 4: {method}.* of server rule.*draws from {library}'s global gen.*{keyed}"
+    with pytest.raises(RaysimError, match=message):
+        run(nn.Linear(6, 3), DATA, PARTS, rounds=4, algorithm=None, client="fedavg", server=rule)
 
 
 class Counting:

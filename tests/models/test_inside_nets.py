@@ -14,7 +14,7 @@ from support.programs import program
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.models.flat import Model
 from raysim.models.nets import zoo
 from raysim.prepare.resolve import prepare
@@ -155,23 +155,77 @@ def test_a_net_keeps_its_vector_as_long_as_somebody_has_it(way):
         assert len(task.constants._copies) == 6
 
 
+GRADIENTS = {
+    "grad": lambda task, w, batch, loss: task.grad(w, batch, loss),
+    "frozen": lambda task, w, batch, loss: task.grad(w, batch, loss, "frozen"),
+    "eval": lambda task, w, batch, loss: task.grad(w, batch, loss, "eval"),
+    "and_buffers": lambda task, w, batch, loss: task.grad_and_buffers(w, batch, task.buffers, loss)[
+        0
+    ],
+    "sample": lambda task, w, batch, loss: task.sample_grads(w, batch, loss)[0].mean(0),
+    "joint": lambda task, w, batch, loss: task.joint_grad(
+        w, batch, {}, lambda net, batch, _: loss(net, batch)
+    )[0],
+}
+
+
+def two_views(trained: bool) -> tuple[nn.Sequential, Batch]:
+    net = staged().train(trained)
+    net[1][4].p = 0.0
+    return net, Batch(example().x, example().y)
+
+
+@pytest.mark.parametrize("place", ["here", "elsewhere", "constant"])
+@pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("way", ["loop", "lanes"])
-def test_a_net_is_a_constant_even_at_the_vector_in_training(way):
-    """d/dw [CE(w) + 3 CE(const w)] is d/dw CE(w)."""
-    batch = example()
-    task, w = task_for(way, made(staged()))
-    alone = task.grad(w, batch, mode="frozen")
+def test_in_a_loss_a_net_at_the_point_has_a_gradient(way, kind, place):
+    """PyTorch's gradient of a loss of two views, of which the other is a constant if it is at
+    another vector. Statistics of the second view do not count."""
+    mode = "eval" if kind in ("eval", "sample") else "frozen"
+    net, batch = two_views(mode == "frozen")
+    task, w = task_for(way, made(net))
+    w = task.local_params if way == "loop" and place != "elsewhere" else w
+    point = w
 
     def loss(net, batch):
-        mine = F.cross_entropy(net.logits, batch.y, reduction="none")
-        return mine + 3 * F.cross_entropy(task.net(w, batch).logits, batch.y, reduction="none")
+        views = Batch(1.5 * batch.x, batch.y)
+        other = task.net(point if place != "constant" else 1 * w, views, mode).logits
+        return (net.logits - other).square().sum(1)
 
-    torch.testing.assert_close(
-        task.grad(w, batch, loss, mode="frozen"), alone, rtol=1e-12, atol=1e-14
-    )
-    if way == "loop":
-        w = task.local_params
-        torch.testing.assert_close(task.grad(w, batch, loss), alone, rtol=1e-12, atol=1e-14)
+    ours = GRADIENTS[kind](task, point, batch, loss)
+    other = net(1.5 * batch.x)
+    other = other.detach() if place == "constant" else other
+    value = (net(batch.x) - other).square().sum(1).mean()
+    expected = flat(torch.autograd.grad(value, net.parameters()))
+    torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-10)
+    outside = task.net(w, batch).logits
+    assert not outside.requires_grad
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_loss_of_the_point_itself_is_refused(kind, at_start):
+    """Its gradient by the point, here 2 w, would be left out."""
+    _, batch = two_views(True)
+    task, w = task_for("loop", made(staged()))
+    w = task.local_params if at_start else w
+
+    def loss(net, batch, use=lambda w: w):
+        return F.cross_entropy(net.logits, batch.y, reduction="none") + use(w).square().sum()
+
+    with pytest.raises(ContractError, match=r"the loss depends on .*w.*, which is a constant"):
+        GRADIENTS[kind](task, w, batch, loss)
+    assert not w.requires_grad
+    constant = GRADIENTS[kind](task, w, batch, lambda *both: loss(*both, use=Tensor.detach))
+    plain = GRADIENTS[kind](task, w, batch, lambda *both: loss(*both, use=torch.zeros_like))
+    assert torch.equal(constant, plain)
+
+
+def test_a_joint_loss_that_reads_another_tensor_from_elsewhere_is_refused():
+    task, w = task_for("loop", made(staged()))
+    a = torch.ones(1, dtype=torch.float64)
+    with pytest.raises(ContractError, match=r"third argument, others\['a'\]"):
+        task.joint_grad(w, example(), {"a": a}, lambda net, batch, others: net.logits.sum(1) * a)
 
 
 @pytest.mark.parametrize("way", ["loop", "lanes"])

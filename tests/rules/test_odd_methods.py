@@ -130,7 +130,7 @@ CLIENTS = [
     ("FloatLoss", {}, "returns a float; return a tensor"),
     ("FloatLoss", {"what": "detached"}, "returns values without a gradient"),
     ("DrawsInStep", {}, "task.rng('scale'): not available in local steps"),
-    ("MetricNamedWrongly", {}, "the name of a metric begins with metric/"),
+    ("MetricNamedWrongly", {}, "which is neither in its `sends` nor a metric"),
     ("HoldsTensor", {}, "has the field 'v' with a Tensor, which a configuration cannot have"),
     ("NoInit", {}, "has the field 'k' with init=False"),
     ("OwnLr", {"lr": 0.1}, "algorithm.lr: every server rule has this key, and so has OwnLr"),

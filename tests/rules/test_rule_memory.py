@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from raysim import Probe
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules import (
+    Batch,
     Classification,
     ClientRule,
     ClientSampling,
@@ -380,6 +381,40 @@ def test_a_loss_of_the_state_is_refused(rule, private):
         train(client=rule, server="fedavg", **keys)
 
 
+def near(w, x):
+    def loss(net, batch):
+        return F.cross_entropy(net.logits, batch.y, reduction="none") + (w - x).square().sum()
+
+    return loss
+
+
+@dataclass(frozen=True)
+class ProxAtTheEnd(ClientRule):
+    def finish(self, shared, state, client_state, data, task):
+        w = state["w"] / 2
+        g = task.grad(w, data.examples, near(w, shared["x"]), "eval")
+        return {"delta": shared["x"] - w + 0.1 * g}, {}
+
+
+@dataclass(frozen=True)
+class ProxOnTheServer(ServerRule):
+    needs_task = True
+
+    def update(self, state, reports):
+        x = state["x"] - reports.mean("delta")
+        batch = Batch(torch.ones(3, 6).to(x), torch.arange(3))
+        return {"x": x - 0.1 * reports.task.grad(x, batch, near(x, state["x"]))}
+
+
+@pytest.mark.parametrize(
+    "rules", [{"client": ProxAtTheEnd, "server": "fedavg"}, {"server": ProxOnTheServer}]
+)
+def test_a_loss_of_its_point_is_refused_outside_of_local_steps(rules):
+    (half,) = rules.keys() - ({"server"} if "client" in rules else ())
+    with pytest.raises(ConfigError, match=rf"^{half}.name: .* depends on w, which is a constant"):
+        train(**rules)
+
+
 def test_a_detached_term_of_a_loss_is_a_constant():
     result = train(client={"name": ProxByLoss, "detached": True}, server="fedavg")
     torch.testing.assert_close(result.parameters, plain([1 / 3] * 3), rtol=0, atol=1e-8)
@@ -411,6 +446,41 @@ class DoublesInPlace(Classification):
 
 def hits(outputs, y):
     return (outputs.argmax(1) == y) * outputs.abs().sum(1)
+
+
+@dataclass(frozen=True)
+class Rewarded(ClientRule):
+    def direction(self, shared, state, batch, task):
+        task.log(reward=state["w"].norm())
+        return task.grad(state["w"], batch)
+
+    def finish(self, shared, state, client_state, data, task):
+        if task.t > 0:
+            task.log(late=1)
+        return {"delta": shared["x"] - state["w"]}, {}
+
+
+@dataclass(frozen=True)
+class SelectsByMetric(ServerRule):
+    metric: str = "reward"
+
+    def update(self, state, reports):
+        return {"x": state["x"] - reports.mean("delta")}
+
+    def select(self, state, pool, rng):
+        values = np.nan_to_num(pool.metric(self.metric))
+        return pool.ids[np.argsort(-values, kind="stable")]
+
+
+@pytest.mark.parametrize("metric", ["reward", "late", "rewrd"])
+def test_a_selection_by_a_metric_that_no_client_reports_is_refused(metric):
+    keys = {"client": Rewarded, "server": {"name": SelectsByMetric, "metric": metric}}
+    if metric != "rewrd":
+        train(**keys)
+        return
+    message = r"^server.name: pool.metric\('rewrd'\): no client reports it.* 'reward'"
+    with pytest.raises(ConfigError, match=message):
+        train(**keys)
 
 
 def test_a_selection_that_keeps_something_is_refused():

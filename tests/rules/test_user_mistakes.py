@@ -4,6 +4,7 @@ out."""
 from __future__ import annotations
 
 import re
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import raysim
 from raysim.errors import ClientError, ConfigError
 from raysim.prepare.resolve import prepare, read_run_config
-from raysim.rules import ClientRule
+from raysim.rules import Algorithm, ClientRule, ServerRule
 from raysim.rules.methods.pairs import refuse_pair
 from raysim.rules.methods.registry import find_rule
 
@@ -395,6 +396,80 @@ class Takes(ServerRule):
         refuse_pair(client(), server())
     with pytest.raises(ConfigError, match="does; see `raysim list pairs`"):
         refuse_pair(find_rule("client", "fedavg")(), find_rule("server", "scaffold")())
+
+
+@pytest.mark.parametrize("provided", ["etas", "rates"])
+def test_keys_that_sent_to_renames_are_needed_by_the_names_of_the_broadcast(provided):
+    client = make_dataclass("Steps", [], bases=(ClientRule,), frozen=True)
+    server = make_dataclass("Rates", [], bases=(ServerRule,), frozen=True)
+    client.needs, server.provides = ("x", "eta"), ("x", provided)  # pyright: ignore
+    server.sent_to = lambda self, shared, client: {"x": shared["x"], "eta": shared[provided]}  # pyright: ignore
+    with pytest.raises(ConfigError) as error:
+        refuse_pair(client(), server())
+    assert "`needs` names keys of `provides`, also where `sent_to`" in str(error.value)
+    assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["buffers", "metric/x", "privacy/unclipped"])
+def test_an_upload_with_a_key_of_the_engine_is_refused(key):
+    client = make_dataclass("Sends", [], bases=(ClientRule,), frozen=True)
+    client.sends = ("delta", key)  # pyright: ignore
+    with pytest.raises(ConfigError, match=f"sends has '{key}', which is a key of the engine's"):
+        refuse_pair(client(), find_rule("server", "fedavg")())
+
+
+@pytest.mark.parametrize("key", ["seen", "last delta", "personal parameters"])
+def test_a_state_with_a_key_of_the_engine_is_refused(key, mine):
+    message = refused(mine(f"""
+@dataclass(frozen=True)
+class Mine(ClientRule):
+    def state(self, task):
+        return {{"{key}": task.zeros()}}
+
+    def finish(self, shared, state, client_state, data, task):
+        return {{"delta": shared["x"] - state["w"]}}, {{"{key}": state["w"]}}
+"""))  # fmt: skip
+    assert f"state of client rule 'mine' returns '{key}', which is a key of the engine's" in message
+
+
+@pytest.mark.parametrize("key", ["extra", "metrics/extra"])
+def test_a_key_of_a_report_that_is_not_declared_is_refused(key, mine):
+    message = refused(mine(f"""
+@dataclass(frozen=True)
+class Mine(ClientRule):
+    def finish(self, shared, state, client_state, data, task):
+        return {{"delta": shared["x"] - state["w"], "{key}": state["w"][:1]}}, {{}}
+"""))  # fmt: skip
+    assert f"finish of client rule 'mine' sends '{key}', which is neither in its `sends`" in message
+    assert "'metric/extra'" in message
+
+
+@pytest.mark.parametrize("descends", [True, False])
+@pytest.mark.parametrize("key", ["weight_decay", "max_grad_norm"])
+def test_a_step_that_would_leave_a_setting_out_is_refused(key, descends, mine):
+    step = "task.descend(state['w'], g)" if descends else "state['w'] - 0.1 * g"
+    config = mine(f"""
+@dataclass(frozen=True)
+class Mine(ClientRule):
+    def step(self, shared, state, batch, task):
+        g = task.grad(state["w"], batch)
+        return {{**state, "w": {step}}}
+""")
+    prepare(read_run_config(config, {}))
+    if descends:
+        prepare(read_run_config(config, {f"local.{key}": 0.5}))
+        return
+    message = refused(config, {f"local.{key}": 0.5})
+    assert f"never calls task.descend, so local.{key} would be left out" in message
+
+
+@pytest.mark.parametrize("half", ["client", "server"])
+def test_an_algorithm_of_instances_is_refused_with_its_settings(half):
+    rule = {"client": ClientRule, "server": ServerRule}[half]
+    cls = make_dataclass("Mine", [("k", float, 1.0)], bases=(rule,), frozen=True)
+    rules = {"client": ClientRule, "server": ServerRule, half: cls(k=2.0)}  # pyright: ignore
+    with pytest.raises(ConfigError, match=f"its {half} rule is an instance.* class Mine, .*'k': 2"):
+        Algorithm("mine", **rules)
 
 
 def test_a_shipped_file_is_used_by_its_path_and_named_if_it_binds_no_algorithm():

@@ -17,10 +17,9 @@ from raysim.models.checks.against_pytorch import EXAMPLES
 from raysim.models.comparison import close
 from raysim.models.default_device import tensors_on
 from raysim.models.flat import BoundModel
-from raysim.system.global_generators import GlobalGenerators
-
-LIBRARIES = ("torch", "NumPy")
-"""Libraries from whose generators a net may not draw. Python's is used by threads of libraries."""
+from raysim.rules.contract import ClientRule
+from raysim.rules.errors.keyed_numbers import libraries_to_watch
+from raysim.system.global_generators import Draws
 
 
 class HiddenChanges:
@@ -29,13 +28,15 @@ class HiddenChanges:
     Their loss is compared, too.
     """
 
-    def __init__(self, bound: BoundModel):
+    def __init__(self, bound: BoundModel, rule: ClientRule):
         """Compute outputs and loss before training.
 
         Args:
             bound: the net on which clients train.
+            rule: their rule.
         """
         self.bound = bound
+        self.libraries = libraries_to_watch(rule)
         self.expected = self._outputs()
         self.rounds = 0
 
@@ -52,10 +53,10 @@ class HiddenChanges:
         Raises:
             ConfigError: a global generator was drawn from, or outputs have changed.
         """
-        before = GlobalGenerators(LIBRARIES)
+        draws = Draws(self.libraries)
         yield
         label = self.bound.model.label
-        libraries = before.drawn_from()
+        libraries = draws.libraries()
         if libraries:
             raise ConfigError(
                 f"{label}, its loss or the client rule draws from {libraries[0]}'s global "

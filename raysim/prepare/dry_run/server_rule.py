@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,15 +33,18 @@ from raysim.prepare.dry_run.small_clients import (
     SmallClients,
     cohort_of,
     device_of,
+    next_task,
 )
 from raysim.prepare.dry_run.watched import watched
 from raysim.randomness import generator
+from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import ServerRule, State, overridden
 from raysim.rules.errors.user_code import breach
 from raysim.rules.methods.registry import is_tried
 from raysim.schedule import Synchronous, make_schedule
 from raysim.server.central_server import RoundCohort
 from raysim.server.selection import ClientHistory
+from raysim.spelling import did_you_mean
 from raysim.system.processes import limited
 from raysim.training.messages import Block, Broadcast, ClientTask
 from raysim.training.trainers.group_trainer import GroupTrainer
@@ -99,9 +102,10 @@ def check_contract(plan: Plan) -> None:
                 if not same_values(first[key], second[key]):
                     raise keeps_something(rule, f"the state has a '{key}' that differs")
         if overridden(plan.server, ["select"]):
+            metrics = _reported_metrics(plan)
             first_chosen: dict[int, list[int]] = {}
             for t in (0, 0, 1, 0, 1):
-                chosen = _select(plan, min(t, plan.config.rounds - 1))
+                chosen = _select(plan, min(t, plan.config.rounds - 1), metrics)
                 if first_chosen.setdefault(t, chosen) != chosen:
                     raise keeps_something(rule, "`select` returns other clients")
     except ContractError:
@@ -207,8 +211,50 @@ def _weigh_others(plan: Plan, round: RoundCohort) -> None:
         logger.debug("weigh is not tried with other clients: %s", error)
 
 
-def _select(plan: Plan, t: int) -> list[int]:
+@dataclass(frozen=True)
+class _TriedPool(SelectionPool):
+    """A pool that refuses metrics that no client reports."""
+
+    def metric(self, name: str) -> np.ndarray:
+        if name not in self.metrics:
+            raise ContractError(
+                f"pool.metric('{name}'): no client reports it{did_you_mean(name, self.metrics)}; "
+                "a client rule logs it by task.log from its first round on, as nan if it has none"
+            )
+        return super().metric(name)
+
+
+def _reported_metrics(plan: Plan) -> set[str] | None:
+    """Return the names of metrics that clients of all groups report in their first two rounds.
+
+    None if clients fail: they may depend on the examples.
+
+    Raises:
+        RaysimError: the server rule fails, or breaks its contract.
+    """
+    groups = {"": (plan.config, plan.client, plan.stages)}
+    groups |= {group.name: (group.config, group.rule, group.stages) for group in plan.groups}
+    names: set[str] = set()
+    for name, (config, rule, stages) in groups.items():
+        of_group = replace(plan, config=config, client=rule, stages=stages)
+        trainer, broadcast, tasks = SmallClients(of_group, name).stage()
+        for t in range(min(2, plan.config.rounds)):
+            tasks = [replace(task, base=t) for task in tasks]
+            updates = trainer.train_block({t: broadcast}, Block(0, tasks))
+            if any(update.error for update in updates):
+                return None
+            names |= {key for update in updates for key in update.report}
+            tasks = [next_task(update.task, update) for update in updates]
+    return {key.removeprefix("metric/") for key in names if key.startswith("metric/")}
+
+
+def _select(plan: Plan, t: int, metrics: set[str] | None) -> list[int]:
     """Return the clients of round `t`. What the pool knows of them are random numbers.
+
+    Args:
+        plan: the plan of the run.
+        t: the round.
+        metrics: names of the metrics that clients report; None if they are not known.
 
     Raises:
         RaysimError: the rule fails, or breaks its contract.
@@ -218,12 +264,15 @@ def _select(plan: Plan, t: int) -> list[int]:
     schedule = make_schedule(plan.config, plan.clients.sizes_by_round)
     assert isinstance(schedule, Synchronous)
     pool = ClientHistory(len(plan.clients)).pool(schedule.available(t), size, t)
-    candidates = server.candidates(pool, generator(seed, "candidates", t)).ids
     losses = generator(seed, "dry run", t).random(len(pool.ids))
     if t > 0:
         zeros = np.zeros(len(pool.ids), np.int64)
         known = losses.copy()
         pool = replace(pool, loss=known, duration=known, last_round=zeros, n_rounds=zeros + 1)
+    if metrics is not None:
+        values = losses.copy() if t > 0 else np.full(len(pool.ids), np.nan)
+        pool = _TriedPool(**{**vars(pool), "metrics": dict.fromkeys(sorted(metrics), values)})
+    candidates = server.candidates(pool, generator(seed, "candidates", t)).ids
     losses[~np.isin(pool.ids, candidates)] = np.nan
     return server.select(replace(pool, current_loss=losses), generator(seed, "cohort", t))
 

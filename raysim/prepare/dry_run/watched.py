@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import FrozenInstanceError
 from types import CodeType
 from typing import Any, TypeVar
@@ -30,9 +29,13 @@ from raysim.rules.contract import (
     half_of,
     overridden,
 )
-from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
+from raysim.rules.errors.keyed_numbers import (
+    RANDOM_NUMBERS_PAGE,
+    keyed_numbers_only,
+    stream_on_server,
+)
 from raysim.rules.errors.user_code import breach, described, mixes_devices, raised_by_task
-from raysim.rules.losses import Loss, Net, cross_entropy, task_loss
+from raysim.rules.losses import Net
 from raysim.rules.methods.misspelled_methods import public_names
 from raysim.rules.methods.registry import RULES
 
@@ -95,16 +98,9 @@ def _watched(name: str, method: Callable[..., Any], parameters: list[str]) -> Ca
         if isinstance(self, ServerRule):
             checked = SERVER_ARGUMENTS.get(name, ())
         before = [_Argument(key, arguments[key]) for key in checked if key in arguments]
-        call_method = functools.partial(method, self)
-        losses = _LossesWithConstantW(arguments)
-        if name == "loss":
-            call_method = losses.watched(call_method)
-        with (
-            keyed_numbers_only(lambda drawn: _unkeyed(self, name, drawn)),
-            losses.passed_to_grad() if name in LOCAL_STEP else nullcontext(),
-        ):
+        with keyed_numbers_only(lambda drawn: _unkeyed(self, name, drawn)):
             try:
-                returned = call_method(*args, **options)
+                returned = method(self, *args, **options)
             except Exception as error:
                 if not _is_mistake(error):
                     raise
@@ -113,14 +109,6 @@ def _watched(name: str, method: Callable[..., Any], parameters: list[str]) -> Ca
                 raise breach(self, name, f"failed: {described(error)}") from error
         if name == "loss" and isinstance(self, ClientRule):
             _check_loss(self, returned, arguments["net"])
-        if losses.have_gradient:
-            raise breach(
-                self,
-                name,
-                'has a loss that depends on state["w"], which is a constant in it: only what the '
-                "net computes has a gradient; add the gradient of this term to `direction`, such "
-                'as mu * (state["w"] - shared["x"]), or detach() what is to be a constant',
-            )
         for argument in before:
             if (changed := argument.changed(rebound=name == "direction")) is not None:
                 raise breach(
@@ -152,59 +140,6 @@ def _check_loss(rule: ClientRule, values: Any, net: Net) -> None:
             "loss",
             "returns values without a gradient; leave out detach(), item() and numpy()",
         )
-
-
-class _LossesWithConstantW:
-    """Finds out whether losses depend on `state["w"]`, so that a gradient would be left out.
-
-    Gradients are those by the parameters of the net, and `state["w"]` is another tensor.
-
-    Args:
-        arguments: the arguments of a rule's method.
-    """
-
-    def __init__(self, arguments: Mapping[str, Any]):
-        self.arguments = arguments
-        self.have_gradient = False
-        """True if a loss had a gradient by `state["w"]`."""
-
-    def watched(self, loss: Loss) -> Loss:
-        """Return a loss that is watched."""
-
-        def call(*args: Any, **options: Any) -> Tensor:
-            w = self.arguments["state"]["w"]
-            try:
-                w.requires_grad_()
-            except RuntimeError:  # inside of torch.func.vmap
-                return loss(*args, **options)
-            try:
-                values = loss(*args, **options)
-                if isinstance(values, Tensor) and values.requires_grad:
-                    gradient = torch.autograd.grad(values.sum(), w, None, True, allow_unused=True)
-                    self.have_gradient |= gradient[0] is not None
-            finally:
-                w.requires_grad_(False)
-            return values
-
-        return call
-
-    @contextmanager
-    def passed_to_grad(self) -> Iterator[None]:
-        """Watch the losses that a local step passes to `task.grad`."""
-        task = self.arguments["task"]
-        grad = task.grad
-
-        def watched_grad(
-            w: Tensor, batch: Batch, loss: Loss = task_loss, *args: Any, **options: Any
-        ):
-            is_plain = loss is task_loss or loss is cross_entropy
-            return grad(w, batch, loss if is_plain else self.watched(loss), *args, **options)
-
-        task.grad = watched_grad
-        try:
-            yield
-        finally:
-            del task.grad
 
 
 def check_used(rule: ClientRule) -> None:
@@ -291,12 +226,10 @@ class _Argument:
 
 def _unkeyed(rule: ClientRule | ServerRule, method: str, drawn: str) -> ContractError:
     """Return the error for a method of a rule that draws from a global generator."""
-    if method in ("candidates", "select"):
-        stream = RNG_ARGUMENT
+    if isinstance(rule, ServerRule):
+        stream = stream_on_server(method)
     elif method == "collude":
         stream = 'cohort.rng("name")'
-    elif isinstance(rule, ServerRule):
-        stream = 'reports.rng("name") or cohort.rng("name")'
     elif method in LOCAL_STEP:
         stream = "`noise` and batch.noise"
     else:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import BuiltinMethodType, FunctionType, MethodType
+from typing import Any
 
-from raysim.errors import RaysimError
-from raysim.system.global_generators import GlobalGenerators
+from raysim.errors import RaysimError, is_users
+from raysim.rules.rule import Rule
+from raysim.system.global_generators import Draws
 
 RNG_ARGUMENT = "those of its argument `rng`"
 """Random numbers that a function with such an argument must use, as the end of an error."""
@@ -17,18 +22,56 @@ RANDOM_NUMBERS_PAGE = "(docs/how-to/random_numbers.md)"
 
 @contextmanager
 def keyed_numbers_only(refusal: Callable[[str], RaysimError]) -> Iterator[None]:
-    """Raise an error if a global random generator changes; its state is put back.
+    """Raise an error if a global random generator changes.
 
     Args:
         refusal: makes the error from what the code did, "draws from NumPy's global generator, …".
     """
-    before = GlobalGenerators()
+    draws = Draws()
     yield
-    libraries = before.drawn_from()
-    if not libraries:
-        return
-    before.restore()
-    raise refusal(
-        f"draws from {libraries[0]}'s global generator, so a run could not be repeated; use keyed "
-        "numbers"
-    )
+    if libraries := draws.libraries():
+        raise refusal(
+            f"draws from {libraries[0]}'s global generator, so a run could not be repeated; use "
+            "keyed numbers"
+        )
+
+
+def stream_on_server(method: str) -> str:
+    """Return the keyed numbers that a method of a server rule has, as the end of an error.
+
+    Args:
+        method: name of the method.
+    """
+    if method in ("candidates", "select"):
+        return RNG_ARGUMENT
+    return 'reports.rng("name") or cohort.rng("name")'
+
+
+def libraries_to_watch(rule: Rule) -> tuple[str, ...]:
+    """Return the libraries from whose generators nothing may be drawn while clients train.
+
+    Threads of other libraries draw from Python's generator, and training takes long. So that one is
+    watched only if the rule's file uses it.
+
+    Args:
+        rule: the client rule.
+    """
+    functions = [
+        member
+        for cls in type(rule).__mro__
+        for member in vars(cls).values()
+        if inspect.isfunction(member) and is_users(member.__code__)
+    ]
+    uses_python = any(map(_uses_python_generator, functions))
+    return ("torch", "NumPy", "Python") if uses_python else ("torch", "NumPy")
+
+
+def _uses_python_generator(function: FunctionType) -> bool:
+    """Return whether a function, or its file, imports `random` or a function of it."""
+    imported = list(function.__globals__.values())
+    return "random" in function.__code__.co_names or any(map(_is_of_random, imported))
+
+
+def _is_of_random(value: Any) -> bool:
+    is_method = isinstance(value, BuiltinMethodType | MethodType)
+    return value is random or (is_method and value.__self__ is random._inst)  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -183,7 +184,20 @@ def defined_at(rule: Rule, method: str) -> str:
         rule: a client or server rule.
         method: a method's name; it may be inherited.
     """
-    code: CodeType = inspect.unwrap(getattr(type(rule), method)).__code__
+    return function_defined_at(getattr(type(rule), method))
+
+
+def function_defined_at(function: Callable[..., Any]) -> str:
+    """Return where a function is defined, as `file, line N`; the type of another callable.
+
+    Args:
+        function: a function, a method, or a `functools.partial` of one.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    code: CodeType | None = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return type(function).__name__
     return f"{readable_path(code.co_filename)}, line {code.co_firstlineno}"
 
 

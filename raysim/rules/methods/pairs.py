@@ -12,7 +12,7 @@ from raysim.config.references import load_object
 from raysim.config.schema import FEDAVG, Config
 from raysim.config.sections.base import Named
 from raysim.errors import ConfigError, errors_begin
-from raysim.rules.contract import Algorithm, ClientRule, ServerRule, half_of
+from raysim.rules.contract import Algorithm, ClientRule, ServerRule, half_of, overridden
 from raysim.rules.errors.user_code import class_defined_at
 from raysim.rules.methods.misspelled_methods import public_names, untyped
 from raysim.rules.methods.registry import (
@@ -116,7 +116,7 @@ def refuse_pair(client: ClientRule, server: ServerRule) -> None:
 
 
 def _refuse_unknown_keys(client: ClientRule, server: ServerRule) -> None:
-    """Refuse keys that are no tuple, and a server rule that takes an upload in an unknown mode."""
+    """Refuse keys that are no tuple or the engine's, and uploads in an unknown mode."""
     known = get_args(UploadMode)
     for rule, name in ((client, "needs"), (client, "sends"), (server, "provides")):
         keys = getattr(rule, name)
@@ -124,6 +124,12 @@ def _refuse_unknown_keys(client: ClientRule, server: ServerRule) -> None:
             raise ConfigError(
                 f"{half_of(rule)} rule '{rule.name}': {name} is {keys!r}; write a tuple of keys, "
                 f'such as {name} = ("x",), with the comma'
+            )
+    for key in client.sends:
+        if key == "buffers" or key.startswith(("metric/", "privacy/")):
+            raise ConfigError(
+                f"client rule '{client.name}': sends has '{key}', which is a key of the engine's; "
+                "give the upload another name"
             )
     if not isinstance(server.uploads, Mapping):
         raise ConfigError(
@@ -159,6 +165,8 @@ def _fix_of_pair(
         return f"; pair it with a {half_of(rule)} rule that does{listed}"
     near = [word for word in missing if difflib.get_close_matches(word, keys, n=1)]
     hint = f"; did you mean {_quoted(near)}?" if near else ""
+    if isinstance(rule, ServerRule) and overridden(rule, ["sent_to"]):
+        hint = "; `needs` names keys of `provides`, also where `sent_to` sends others to a client"
     return f"; {has} {_quoted(keys)}{hint} ({class_defined_at(type(rule))})"
 
 

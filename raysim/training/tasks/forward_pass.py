@@ -9,7 +9,6 @@ from torch import Tensor
 
 from raysim.models.flat import BoundModel, Model
 from raysim.models.stages import CLASSIFIER
-from raysim.rules.batch import Batch
 from raysim.rules.losses import Net
 from raysim.rules.task import PassMode
 
@@ -164,14 +163,18 @@ def forward_pass(
 
 
 def one_by_one(
-    model: Model, params: Tensor, batch: Batch, mode: PassMode, buffers: Tensor | None
+    model: Model,
+    params: Tensor,
+    drop: tuple[Tensor, ...],
+    mode: PassMode,
+    buffers: Tensor | None,
 ) -> Call:
     """Return a forward pass with separate parameters for every example.
 
     Args:
         model: the net.
         params: [B, P], the parameters of each example.
-        batch: the examples, with their dropout masks.
+        drop: the dropout masks of the examples.
         mode: mode of the pass.
         buffers: [Q], the running BatchNorm statistics; None if the pass uses none.
 
@@ -181,7 +184,7 @@ def one_by_one(
     Raises:
         ValueError: examples share dropout masks, or the net draws.
     """
-    if (batch.drop or model.draws) and not model.masks_are_of_examples:
+    if (drop or model.draws) and not model.masks_are_of_examples:
         raise ValueError(
             "the net draws random numbers other than dropout masks with one for each example, so "
             "single examples have no gradients"
@@ -209,7 +212,7 @@ def one_by_one(
             with_features.append(features is not None)
             return [t[0] for t in (out, *([] if features is None else [features]), *outputs)]
 
-        out, *others = torch.func.vmap(call_example)(params, x, batch.drop)
+        out, *others = torch.func.vmap(call_example)(params, x, drop)
         features = others.pop(0) if with_features[0] else None
         if levels is not None:
             levels += others

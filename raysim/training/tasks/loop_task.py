@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from numpy.random import Generator
@@ -17,6 +18,7 @@ from raysim.rules.contract import State
 from raysim.rules.losses import JointLoss, Loss, Net, task_loss
 from raysim.rules.task import PassMode
 from raysim.training.batches.client_batches import CLIENT_RULE, NOISE
+from raysim.training.tasks.constants import Constants
 from raysim.training.tasks.fast_gradient import FastGradient, by_autograd
 from raysim.training.tasks.forward_pass import ForwardPass, of_bound
 from raysim.training.tasks.local_step import LocalSettings, step_in_place, steps_in_place
@@ -166,13 +168,18 @@ class LoopTask(ModelTask):
         return gradient
 
     def _grad_of_rows(
-        self, total: Callable[[Tensor], tuple[Tensor, Tensor]], rows: Tensor
+        self,
+        total: Callable[[Tensor], tuple[Tensor, Tensor]],
+        loss: Loss,
+        w: Tensor,
+        count: int,
     ) -> tuple[Tensor, Tensor]:
         # In `torch.func.grad` a loss that asks for another net could not make it.
-        leaves = rows.detach().requires_grad_()
-        with torch.enable_grad():
+        leaves = w.detach().expand(count, -1).requires_grad_()
+        with torch.enable_grad(), self._constants(loss, w, {}) as constants:
             value, plain = total(leaves)
-        return torch.autograd.grad(value, leaves, materialize_grads=True)[0], plain
+            (gradient,) = constants.gradients(value, [leaves])
+        return torch.zeros_like(leaves) if gradient is None else gradient, plain
 
     def _grad_and_buffers(
         self, w: Tensor, batch: Batch, loss: Loss, buffers: Tensor
@@ -195,7 +202,7 @@ class LoopTask(ModelTask):
             # In a chain the loss depends on every parameter.
             self.unreached = []
             return self._without_autograd(fast, batch, mode, statistics)
-        gradients, plain = self._by_autograd(bound, batch, loss, mode, statistics)
+        gradients, plain = self._by_autograd(bound, w, batch, loss, mode, statistics)
         return self._flat(gradients), plain
 
     def _bound(self, w: Tensor) -> tuple[BoundModel, FastGradient | None]:
@@ -208,20 +215,13 @@ class LoopTask(ModelTask):
     def _joint_grad(
         self, w: Tensor, batch: Batch, others: State, loss: JointLoss
     ) -> tuple[Tensor, State]:
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in others.items()}
-        gradients, plain = self._by_autograd(
-            self._bound(w)[0],
-            batch,
-            lambda net, batch: loss(net, batch, leaves),
-            "train",
-            self.buffers,
-            list(leaves.values()),
-        )
+        bound = self._bound(w)[0]
+        gradients, plain = self._by_autograd(bound, w, batch, loss, "train", self.buffers, others)
         self.losses.append(plain.detach())
         count = len(self.segments)
         of_others = {
-            name: torch.zeros_like(leaf) if gradient is None else gradient
-            for (name, leaf), gradient in zip(leaves.items(), gradients[count:], strict=True)
+            name: torch.zeros_like(tensor) if gradient is None else gradient
+            for (name, tensor), gradient in zip(others.items(), gradients[count:], strict=True)
         }
         return self._flat(gradients[:count]), of_others
 
@@ -236,25 +236,40 @@ class LoopTask(ModelTask):
     def _by_autograd(
         self,
         bound: BoundModel,
+        w: Tensor,
         batch: Batch,
-        loss: Loss,
+        loss: Callable[..., Tensor],
         mode: PassMode,
         statistics: Tensor | None,
-        others: Sequence[Tensor] = (),
+        others: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Tensor | None, ...], Tensor]:
         """Return gradients of the mean loss by parameters and others, and a mean for the log.
 
-        That mean is the learning task's loss in mode "train", else the loss.
+        That mean is the learning task's loss in mode "train", else the loss. The net is at w [P].
+        With others the loss gets copies of them.
         """
         net = self._net(bound, batch, mode, statistics)
-        of_task, is_plain = self.model.learning_task.mean_loss, self.model.is_own_loss(loss)
-        with self.model.passes():
-            value = of_task(net.logits, batch) if is_plain else loss(net, batch).mean()
-            points = [*bound.parameters, *others]
-            gradients = torch.autograd.grad(value, points, allow_unused=True)
-        if mode == "train" and not is_plain:
-            return gradients, of_task(net.logits, batch)
-        return gradients, value
+        of_task = self.model.learning_task.mean_loss
+        if self.model.is_own_loss(loss):
+            with self.model.passes():
+                value = of_task(net.logits, batch)
+                return torch.autograd.grad(value, bound.parameters, allow_unused=True), value
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in (others or {}).items()}
+        of_others = () if others is None else (leaves,)
+        with (
+            self.model.passes(),
+            self._constants(loss, w, others or {}) as constants,
+            self._nets_at(w, partial(self._net, bound)),
+        ):
+            value = loss(net, batch, *of_others).mean()
+            gradients = constants.gradients(value, [*bound.parameters, *leaves.values()])
+        return gradients, of_task(net.logits, batch) if mode == "train" else value
+
+    def _constants(
+        self, loss: Callable[..., Tensor], w: Tensor, others: Mapping[str, Tensor]
+    ) -> Constants:
+        """Return the tensors of which a loss gets copies, if any, so that it may not use them."""
+        return Constants(loss, {"w": w, 'state["w"]': self.local_params}, others)
 
     def _flat(self, gradients: tuple[Tensor | None, ...]) -> Tensor:
         """Return gradients as a vector [P], and note the parameters that none of a step reached."""
@@ -289,7 +304,9 @@ class LoopTask(ModelTask):
         buffers: Tensor | None = None,
         dropout: bool = True,
     ) -> Net:
-        """Return a forward pass with constant parameters. See `Task.net`."""
+        """Return a forward pass at other parameters. See `Task.net`."""
+        if self._point is not None and w is self._point[0]:
+            return self._point[1](batch, mode, self._statistics(mode, buffers), dropout)
         copy = self.constants.at(w)
         net = self._net(copy.bound, batch, mode, self._statistics(mode, buffers), dropout)
         copy.given_to.add(net)
@@ -437,7 +454,8 @@ class BoundCopies:
         )
         if copy is None:
             copy = self._idle() or self._new()
-            copy.bound.w.copy_(w)
+            # It may require a gradient while a loss is computed.
+            copy.bound.w.copy_(w.detach())
             copy.w, copy.version = w, w._version
         self._copies = [other for other in self._copies if other is not copy] + [copy]
         return copy

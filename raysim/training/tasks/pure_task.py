@@ -60,7 +60,8 @@ class PureTask(ModelTask):
         def mean_loss(w: Tensor, *others: State) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             moved: list[Tensor] = []
             net = self._net(w, batch, mode, statistics, True, moved)
-            value = batch.mean(loss(net, batch, *others))
+            with self._nets_at(points[0], lambda *facts: self._net(w, *facts, [])):
+                value = batch.mean(loss(net, batch, *others))
             is_plain = self.model.is_own_loss(loss) or mode != "train"
             plain = value if is_plain else batch.mean(task_loss(net, batch))
             # torch.func.grad returns tensors only: no statistics are an empty one.
@@ -94,7 +95,9 @@ class PureTask(ModelTask):
         buffers: Tensor | None = None,
         dropout: bool = True,
     ) -> Net:
-        """Return a forward pass with constant parameters. See `Task.net`."""
+        """Return a forward pass at other parameters. See `Task.net`."""
+        if self._point is not None and w is self._point[0]:
+            return self._point[1](batch, mode, self._statistics(mode, buffers), dropout)
         return self._net(w, batch, mode, self._statistics(mode, buffers), dropout, [])
 
     def _net(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import SupportsFloat
 
 import torch
@@ -14,12 +15,15 @@ from raysim.models.flat import Model
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, State
 from raysim.rules.errors.user_code import breach
-from raysim.rules.losses import JointLoss, Loss, task_loss
+from raysim.rules.losses import JointLoss, Loss, Net, task_loss
 from raysim.rules.public import PublicData
 from raysim.rules.task import LocalData, PassMode, Task
 from raysim.training.tasks.dp_sgd import clipped_sum, in_parts
 from raysim.training.tasks.forward_pass import ForwardPass, one_by_one
 from raysim.training.tasks.local_step import LocalSettings, downhill, stepped
+
+NetAtPoint = Callable[[Batch | None, PassMode, Tensor | None, bool], Net]
+"""Makes a net at the point of a gradient, of batch, mode, statistics [Q] and dropout."""
 
 
 class ModelTask(Task):
@@ -56,10 +60,12 @@ class ModelTask(Task):
         self.optimizer_state: State = {}
         """State of the optimizer after the last step; {} for plain SGD."""
         self.updates = 0
-        """Number of directions that went through the optimizer."""
+        """Number of directions that `descend` got."""
         self.unreached: list[int] | None = None
         """The parameters that no gradient since the last step depended on, as indices of
         `segments`; None before the first gradient."""
+        self._point: tuple[Tensor, NetAtPoint] | None = None
+        """While a loss is computed, the point of its gradient [P], and what makes nets there."""
 
     @property
     def client(self) -> int | Tensor:
@@ -266,24 +272,47 @@ class ModelTask(Task):
             )
 
         def total(rows: Tensor) -> tuple[Tensor, Tensor]:
-            net = ForwardPass(
-                self.model, batch.x, one_by_one(self.model, rows, batch, mode, buffers)
-            )
-            net.one_by_one = True
-            values = loss(net, batch)
+            def net_at(
+                other: Batch | None, mode: PassMode, buffers: Tensor | None, dropout: bool
+            ) -> Net:
+                drop = (other or batch).drop if dropout else ()
+                call = one_by_one(self.model, rows, drop, mode, buffers)
+                net = ForwardPass(self.model, other and other.x, call)
+                net.one_by_one = True
+                return net
+
+            net = net_at(batch, mode, buffers, True)
+            with self._nets_at(w, net_at):
+                values = loss(net, batch)
             is_plain = self.model.is_own_loss(loss) or mode != "train"
             plain = values if is_plain else task_loss(net, batch)
             return values.sum(), plain.detach()
 
         # Each example has a row of parameters, so one backward pass of the sum gives all gradients.
         with self.model.passes():
-            return self._grad_of_rows(total, w.expand(len(batch.y), -1))
+            return self._grad_of_rows(total, loss, w, len(batch.y))
 
     def _grad_of_rows(
-        self, total: Callable[[Tensor], tuple[Tensor, Tensor]], rows: Tensor
+        self,
+        total: Callable[[Tensor], tuple[Tensor, Tensor]],
+        loss: Loss,
+        w: Tensor,
+        count: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient [B, P] of the first result at rows [B, P], and the second result."""
-        return torch.func.grad(total, has_aux=True)(rows)
+        """Return the gradient of the first result at rows [B, P] of w, and the second result.
+
+        The first one is a sum of `loss`.
+        """
+        return torch.func.grad(total, has_aux=True)(w.expand(count, -1))
+
+    @contextmanager
+    def _nets_at(self, w: Tensor, make: NetAtPoint) -> Iterator[None]:
+        """Let `net` at the vector w return nets through which the gradient at w flows."""
+        outer, self._point = self._point, (w, make)
+        try:
+            yield
+        finally:
+            self._point = outer
 
     def fisher(self, w: Tensor, data: LocalData, augment: bool = False) -> Tensor:
         """Compute the diagonal of the empirical Fisher information. See `Task.fisher`."""
@@ -354,7 +383,7 @@ class ModelTask(Task):
             w, direction, self.settings, self.optimizer_state, self._idle(direction)
         )
         self.unreached = None
-        self.updates += self.settings.optimizer is not None
+        self.updates += 1
         return along
 
     def _idle(self, direction: Tensor) -> Tensor | None:
@@ -376,7 +405,7 @@ class ModelTask(Task):
         return stepped(w, self._downhill(w, direction), self.lr)
 
     def check_update(self, rule: ClientRule) -> None:
-        """Check that a rule's own step called `descend` once, if the optimizer has state.
+        """Check that a rule's own step called `descend`, if that does more than plain SGD.
 
         The step began with `updates` at 0.
 
@@ -384,12 +413,23 @@ class ModelTask(Task):
             rule: the client rule.
 
         Raises:
-            ContractError: it did not; the optimizer would have been left out, or moved twice.
+            ContractError: it did not, so that settings would have been left out; or it called it
+                twice, which would have moved the optimizer twice.
         """
-        if self.settings.optimizer is not None and self.updates != 1:
+        settings = self.settings
+        if settings.optimizer is not None and self.updates != 1:
             raise breach(
                 rule,
                 "step",
                 f"calls task.descend {self.updates} times; local.optimizer needs one call in each "
                 "step: make the step by task.descend, or declare why the rule `needs_plain_sgd`",
+            )
+        used = {"weight_decay": settings.weight_decay, "max_grad_norm": settings.clip}
+        key = next((f"local.{key}" for key, value in used.items() if value), None)
+        if key is not None and not self.updates:
+            raise breach(
+                rule,
+                "step",
+                f"never calls task.descend, so {key} would be left out: make the step by "
+                f"task.descend, or leave {key} out",
             )

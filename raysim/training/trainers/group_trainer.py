@@ -35,7 +35,7 @@ class GroupTrainer:
         # A rule that changes frozen parameters changes the outputs too.
         changes_frozen = self.trainers[0].parts.server.changes_frozen
         watched = [] if changes_frozen else self.trainers
-        self.watches = [HiddenChanges(trainer.task.trained) for trainer in watched]
+        self.watches = [HiddenChanges(trainer.task.trained, trainer.rule) for trainer in watched]
         self.evaluate_block: dict[str, EvaluateBlock] = {}
         """Evaluate the clients of a block, by the examples on which they are evaluated."""
         if members is not None:

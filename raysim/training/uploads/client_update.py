@@ -83,10 +83,10 @@ def check_report(
         kept: the client state that `finish` returned.
 
     Raises:
-        ContractError: an upload is missing or cannot be summed, a metric is not a real number, or
-            is not as declared, or the client state has other keys or shapes than `state` declares.
+        ContractError: an upload is missing, not declared or cannot be summed, a metric is not a
+            real number, or the client state has other keys or shapes than `state` declares.
     """
-    _check_metrics(rule, report)
+    _check_keys(rule, report)
     for key in sent:
         if key in ("buffers", UNCLIPPED):  # the engine adds them
             continue
@@ -109,14 +109,15 @@ def check_report(
     raise breach(rule, "finish", f"keeps {returned}, but its `state` declares {expected}")
 
 
-def _check_metrics(rule: ClientRule, report: Report) -> None:
-    """Check that every metric of a report is one real number."""
+def _check_keys(rule: ClientRule, report: Report) -> None:
+    """Check that a report has declared uploads and metrics, and each metric is one real number."""
     for key, value in report.items():
-        if "/" in key and not key.startswith("metric/") and key not in rule.sends:
+        if not key.startswith("metric/") and key not in rule.sends:
             raise breach(
                 rule,
                 "finish",
-                f"sends '{key}', which is no metric: the name of a metric begins with metric/",
+                f"sends '{key}', which is neither in its `sends` nor a metric: add it to `sends`, "
+                f"or log it by task.log or as 'metric/{key.rpartition('/')[2]}'",
             )
         if key.startswith("metric/") and (value.numel() != 1 or value.is_complex()):
             raise breach(
