@@ -152,7 +152,7 @@ def _instance(key: str, value: Any, cls: type, shipped: Mapping[str, Any]) -> Se
     name = names[0] if names else reference_of(cls, key)
     fields = dataclasses.fields(value) if value is not cls else ()
     values = {f.name: getattr(value, f.name) for f in fields if f.init}
-    return {"name": name, **{k: _plain(f"{key}.{k}", v) for k, v in values.items()}}
+    return {**{k: _plain(f"{key}.{k}", v) for k, v in values.items()}, "name": name}
 
 
 def _class_of(value: Any, *bases: type) -> type | None:
