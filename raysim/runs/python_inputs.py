@@ -59,16 +59,18 @@ def named_inputs(
     return named
 
 
-def named_source(source: str | Path | Mapping[str, Any]) -> str | Path | dict[str, Any]:
+def named_source(source: str | Path | Mapping[str, Any] | None) -> str | Path | dict[str, Any]:
     """Return a configuration file unchanged, and a mapping without objects.
 
     Args:
-        source: a configuration file, the name of a shipped one, or a mapping.
+        source: a configuration file, the name of a shipped one, or a mapping; None: an empty one.
 
     Raises:
         ConfigError: an object is not what its key needs.
     """
-    return named_inputs(source) if isinstance(source, Mapping) else source
+    if isinstance(source, str | Path):
+        return source
+    return named_inputs(source or {})
 
 
 def _without_objects(key: str, value: Any) -> Any:
