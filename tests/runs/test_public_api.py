@@ -199,6 +199,15 @@ def test_an_untracked_run_is_forked_untracked_and_calls_take_keywords(here: Path
     assert tracked.run_id
 
 
+def test_a_run_that_is_trained_again_names_the_finished_one(here: Path, caplog):
+    keys: dict[str, Any] = {**SMALL, "algorithm": "fedavg", "rounds": 1}
+    first = raysim.run(keys)
+    assert not any("a finished run" in message for message in caplog.messages)
+    second = raysim.run(keys)
+    expected = f"is in {first.run_dir}; this one trains in {second.run_dir}"
+    assert any(message.endswith(expected) for message in caplog.messages)
+
+
 def test_overrides_of_a_sweep_are_texts_or_a_mapping(here: Path):
     texts = preparation.prepare_sweep(SMALL, ["seed=0..1", "local.lr=0.1,0.2", "rounds=1"])
     mapping = preparation.prepare_sweep(

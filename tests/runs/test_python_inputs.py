@@ -397,3 +397,19 @@ def test_objects_give_the_same_bits_on_two_actors_and_after_resume(config):
     objects = {key: given[key] for key in ("model", "algorithm")}
     resumed = raysim.resume(stopped.run_dir, {"rounds": 2, **objects})
     assert resumed.digest == inline.digest
+
+
+def test_a_net_that_lacks_an_argument_says_how_to_give_it(config):
+    class Net(nn.Module):
+        def __init__(self, n_in, *, n_out, hidden=3):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(n_in, hidden), nn.Linear(hidden, n_out))
+
+        def forward(self, x):
+            return self.layers(x)
+
+    with pytest.raises(ConfigError, match=r"^model\.n_in: n_in, n_out have no default") as caught:
+        raysim.run({**config, "model": Net}, tracking=False)
+    assert "{'name': Net, 'n_in': ..., 'n_out': ...}" in str(caught.value)
+    given = {"name": Net, "n_in": 4, "n_out": 2}
+    assert raysim.run({**config, "model": given}, tracking=False).parameters.shape == (23,)
