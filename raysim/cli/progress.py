@@ -162,12 +162,16 @@ def _rounds_and_time(result: RunResult, done_before: int) -> str:
 
 
 def _last_and_best(result: RunResult) -> list[str]:
-    """Return the last and the best value of the metric that selects the best model, if any."""
+    """Return the last and the best value of the metric that selects the best model, if any.
+
+    The untrained model counts only if no other has been evaluated, as in the metrics of a result.
+    """
     best_by = result.config.evaluate.best_by
     name = best_by.metric
     evaluated = [record for record in result.history if name in record]
     if not evaluated:
         return []
-    best = best_by.select(evaluated, key=lambda record: record[name])
+    trained = [record for record in evaluated if record["round"] > 0] or evaluated
+    best = best_by.select(trained, key=lambda record: record[name])
     last = evaluated[-1][name]
     return [f"{name} {last:.4f}, best {name} {best[name]:.4f} in round {best['round']:g}"]

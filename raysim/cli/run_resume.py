@@ -138,7 +138,8 @@ def _execute_and_print(
 
 def _what_is_left(plan: Plan, folder: Path | None) -> str:
     """Return a text on how a stopped run can be resumed; a new one has no folder yet."""
-    from raysim.runs.run_dir import how_to_continue, latest_run_dir
+    from raysim.runs.run_dir import latest_run_dir
+    from raysim.runs.training_calls import how_to_continue
 
     folder = folder or latest_run_dir(plan)
     return how_to_continue(folder) if folder is not None else "nothing had begun"

@@ -25,7 +25,7 @@ from raysim.errors import ConfigError, in_a_line, users_line, with_cause
 from raysim.models.initial.start import freeze, load_weights
 from raysim.models.nets.zoo import NETS
 from raysim.randomness import generator
-from raysim.spelling import did_you_mean
+from raysim.spelling import did_you_mean, lacking
 from raysim.system.global_generators import GENERATORS, generators_kept, seed_generators
 from raysim.system.signals import failing_as, reraise_stop
 
@@ -242,7 +242,25 @@ def net_arguments(model: Named) -> dict[str, Any]:
                 f"model.{key}: unknown key of '{model.name}'"
                 f"{did_you_mean(key, [*known, *COMMON_KEYS])}"
             )
+    _refuse_missing_arguments(model.name, known, arguments)
     return arguments
+
+
+def _refuse_missing_arguments(
+    name: str, known: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError if a parameter of a net has neither a value nor a default."""
+    missing = [key for key in known if known[key].default is inspect.Parameter.empty]
+    missing = lacking(missing, arguments)
+    if missing:
+        short = name.rpartition(":")[2].partition("-")[0]
+        example = "".join(f", {key!r}: ..." for key in missing)
+        values = f"{', '.join(missing)} {'has' if len(missing) == 1 else 'have'}"
+        raise ConfigError(
+            f"model.{missing[0]}: {values} no default in '{name}'; give the value beside the name, "
+            f"{{'name': {short}{example}}}, or give an instance of the "
+            "net in Python"
+        )
 
 
 def _checked(key: str, value: Any, annotation: Any) -> Any:

@@ -59,16 +59,18 @@ def named_inputs(
     return named
 
 
-def named_source(source: str | Path | Mapping[str, Any]) -> str | Path | dict[str, Any]:
+def named_source(source: str | Path | Mapping[str, Any] | None) -> str | Path | dict[str, Any]:
     """Return a configuration file unchanged, and a mapping without objects.
 
     Args:
-        source: a configuration file, the name of a shipped one, or a mapping.
+        source: a configuration file, the name of a shipped one, or a mapping; None: an empty one.
 
     Raises:
         ConfigError: an object is not what its key needs.
     """
-    return named_inputs(source) if isinstance(source, Mapping) else source
+    if isinstance(source, str | Path):
+        return source
+    return named_inputs(source or {})
 
 
 def _without_objects(key: str, value: Any) -> Any:
@@ -152,7 +154,7 @@ def _instance(key: str, value: Any, cls: type, shipped: Mapping[str, Any]) -> Se
     name = names[0] if names else reference_of(cls, key)
     fields = dataclasses.fields(value) if value is not cls else ()
     values = {f.name: getattr(value, f.name) for f in fields if f.init}
-    return {"name": name, **{k: _plain(f"{key}.{k}", v) for k, v in values.items()}}
+    return {**{k: _plain(f"{key}.{k}", v) for k, v in values.items()}, "name": name}
 
 
 def _class_of(value: Any, *bases: type) -> type | None:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raysim.config import explain
-from raysim.config.objects.python_objects import ObjectMissing, keep_with, noting_changes
+from raysim.config.objects.python_objects import keep_with, noting_changes
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy
 from raysim.data import Examples
@@ -38,7 +38,11 @@ from raysim.prepare.resolve import prepare, read_run_config
 from raysim.rules.contract import overridden
 from raysim.rules.tasks.several_outputs import OutputForms
 from raysim.runs import run_dir
-from raysim.runs.given_again import naming_difference
+from raysim.runs.given_again import (
+    asking_for_objects,
+    loading_with,
+    without_objects_for_training,
+)
 from raysim.runs.python_inputs import named_inputs
 from raysim.runs.run_dir import HISTORY_FILE, PARAMETERS_FILE
 from raysim.server.central_server import evaluated_params
@@ -116,7 +120,7 @@ class RunResult:
 
         They are read again as the configuration says. Raises ConfigError if the data set cannot be.
         """
-        clients = _loaded_plan(self.run_dir).clients
+        clients = loaded_plan(self.run_dir).clients
         return [clients.client(i) for i in range(len(clients))]
 
     @property
@@ -142,7 +146,7 @@ class RunResult:
                 data set cannot be read, whose shape and classes the net needs; or there is no such
                 client, no checkpoint of the last round, or no net by which the client predicts.
         """
-        plan = _loaded_plan(self.run_dir)
+        plan = loaded_plan(self.run_dir, trains=client is not None)
         return net_with(plan, self._tensors(plan, client))
 
     def _tensors(self, plan: Plan, client: int | None) -> dict[str, Tensor]:
@@ -185,7 +189,7 @@ class RunResult:
             ConfigError: `x` has another form than the data set's examples, or the net or the data
                 set cannot be read; see `net`.
         """
-        plan = _loaded_plan(self.run_dir)
+        plan = loaded_plan(self.run_dir, trains=client is not None)
         inputs, net = inputs_like(x, plan.dataset), net_with(plan, self._tensors(plan, client))
         labels = np.zeros(len(inputs), dtype=np.int64)
         scale, shift = plan.dataset.scale, plan.dataset.shift
@@ -329,17 +333,21 @@ def total(history: Iterable[Record], metric: str) -> float:
     return sum(record.get(metric, 0.0) for record in history)
 
 
-def _loaded_plan(folder: Path) -> Plan:
-    """Return the plan of a run in a folder; ConfigError says how to give a missing object."""
-    try:
-        with naming_difference(folder):
-            return prepare(folder / "config.yaml")
-    except ObjectMissing as error:
-        raise ConfigError(
-            f"{error.reason}; give it to load, as in raysim.load(RUN, {error.section}=...), or "
-            "load the parameters into your own net: "
-            "NET.load_state_dict(raysim.load(RUN).state_dict)"
-        ) from None
+def loaded_plan(folder: Path, trains: bool = False) -> Plan:
+    """Return the plan of a run, with the server's net.
+
+    Args:
+        folder: the folder of the run.
+        trains: whether what only training and evaluations need, such as metrics, has to be that of
+            the run, as for the net of a client. Objects that were given for it in Python are
+            replaced otherwise.
+
+    Raises:
+        ConfigError: an object that was given in Python is missing; says how to give it.
+    """
+    replaced = {} if trains else without_objects_for_training(folder)
+    with asking_for_objects(folder, loading_with, replaced):
+        return prepare(folder / "config.yaml", replaced)
 
 
 @noting_changes()
@@ -379,7 +387,7 @@ def load(run: str | Path, *, tracking_uri: str | None = None, **objects: Any) ->
             )
         x = evaluated_params(saved.server)
         history = saved.facts["history"]
-        named = _loaded_plan(folder).state_dict(saved.server, x)
+        named = loaded_plan(folder).state_dict(saved.server, x)
         stopped = f"stopped after round {saved.facts['round']} of {config.rounds}"
     seconds = total(history, "system/round_seconds")
     return RunResult(

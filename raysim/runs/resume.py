@@ -13,7 +13,6 @@ import torch
 
 from raysim.config import loading
 from raysim.config.loading import parse_overrides
-from raysim.config.objects.python_objects import noting_changes
 from raysim.config.schema import KEYS_OF_FILES
 from raysim.config.sections.data import AnyData
 from raysim.data import Dataset, loading_once
@@ -26,17 +25,25 @@ from raysim.prepare.checks.machine import check_address
 from raysim.prepare.resolve import read_run_config, resolve_plan
 from raysim.prepare.written_out import default_best
 from raysim.rules.uploads import with_mode
-from raysim.runs.given_again import naming_difference
+from raysim.runs.given_again import asking_for_objects, forking, refuse_another, resuming
 from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.python_inputs import named_inputs
 from raysim.runs.result import RunResult
 from raysim.runs.run import execute
-from raysim.runs.run_dir import find_run_dir, is_closed, make_run_dir
+from raysim.runs.run_dir import (
+    TEMPORARY_PREFIX,
+    find_run_dir,
+    is_closed,
+    make_run_dir,
+    make_temporary_dir,
+)
 from raysim.runs.tracked_start import ForkOrigin
+from raysim.runs.training_calls import trains
 from raysim.server.central_server import Server
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import check_database
 from raysim.tracking.recorder import differing, flatten_parameters
+from raysim.tracking.spool import SPOOL_FILE
 from raysim.training.groups import ClientGroup
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.optimizers import kept, make_optimizer
@@ -50,12 +57,13 @@ MOVABLE = (*KEYS_OF_FILES, "schedule.client_speeds.path")
 """Keys that `resume` accepts if the file that they name has the same content as before."""
 
 
-@noting_changes()
+@trains
 def resume(
     run: str | Path,
     overrides: Iterable[str] | Mapping[str, Any] = (),
     *,
     progress: ProgressCallback | None = None,
+    **keys: Any,
 ) -> RunResult:
     """Resume a stopped run from its last whole checkpoint, in the same MLflow run.
 
@@ -69,6 +77,7 @@ def resume(
             evaluate, client_state, faults. A model or a rule that was given as an object in Python
             is given again.
         progress: as for `raysim.run`.
+        **keys: further overrides, such as rounds=10.
 
     Returns:
         The result, with the history of all rounds.
@@ -77,28 +86,32 @@ def resume(
         ConfigError: there is no run, it is finished or still running, or an override would change
             its result.
         RaysimError: anything else that stopped the run.
+        KeyboardInterrupt: as for `raysim.run`.
     """
     with shown(progress) as shown_for:
-        plan, folder, saved = reopen(run, named_inputs(overrides))
+        plan, folder, saved = reopen(run, {**named_inputs(overrides), **named_inputs(keys)})
         return execute(plan, folder, saved, progress=shown_for(plan))
 
 
-@noting_changes()
+@trains
 def fork(
     run: str | Path,
     overrides: Iterable[str] | Mapping[str, Any] = (),
     *,
     progress: ProgressCallback | None = None,
+    **keys: Any,
 ) -> RunResult:
     """Start a new run from the last whole checkpoint of another one, with other keys.
 
-    The new run has a new folder. MLflow shows it as a child of the old run.
+    The new run has a new folder. MLflow shows it as a child of the old run. Without keys of
+    `tracking`, the fork of a run that began with `tracking=False` stays without MLflow.
 
     Args:
         run: the folder of the run to fork, or its MLflow id. That run is not changed.
         overrides: any keys except data, partition, model and dtype, and on a virtual clock
             schedule.
         progress: as for `raysim.run`.
+        **keys: further overrides, such as rounds=10.
 
     Returns:
         The new run's result; its history begins with the rounds of the old run.
@@ -107,9 +120,11 @@ def fork(
         ConfigError: there is no run, it has no checkpoint or is still running, or the new method
             cannot use the states of clients and server.
         RaysimError: anything else that stopped the run.
+        KeyboardInterrupt: as for `raysim.run`.
     """
     with shown(progress) as shown_for:
-        plan, folder, saved, origin = forked(run, named_inputs(overrides))
+        given = {**named_inputs(overrides), **named_inputs(keys)}
+        plan, folder, saved, origin = forked(run, given)
         return execute(plan, folder, saved, origin, progress=shown_for(plan))
 
 
@@ -133,18 +148,22 @@ def reopen(
     folder = find_run_dir(run, parsed.get("tracking.uri"))
     if "run_dir" in parsed:
         raise ConfigError(
-            f"run_dir: the run stays in {folder}; leave it out, or give --fork for a new run"
+            f"run_dir: the run stays in {folder}; leave it out, or fork the run (`--fork`)"
         )
     moved = {key: parsed[key] for key in MOVABLE if key in parsed}
     load = loading_once()
-    with naming_difference(folder):
+    with asking_for_objects(folder, resuming):
         before = resolve_plan(read_run_config(folder / "config.yaml", moved), load)
     _check_moved(folder, before, moved)
     plan = _plan_with(folder, before, parsed, load)
     if changed := _changes(before, plan):
+        refuse_another(folder, changed)
+        names = [key for key in changed if f"{key.removeprefix('files.')}.name" not in changed]
+        fork = "start a new run instead"
+        if not any(_is_fixed(key, before, plan) for key in names):
+            fork = "raysim.fork, or `raysim resume --fork`, continues it as a new run"
         raise ConfigError(
-            f"{', '.join(changed)}: would change the result of the run in {folder}; "
-            "with --fork it continues as a new run"
+            f"{', '.join(names)}: would change the result of the run in {folder}; {fork}"
         )
     if plan.config.tracking.required:
         check_database(plan.config.tracking.uri, folder)
@@ -177,8 +196,8 @@ def _refuse_finished(folder: Path, plan: Plan, saved: checkpoint.Checkpoint) -> 
     reason = StopRule(plan.config, saved.facts["history"]).reason
     if reason and closed:
         raise ConfigError(
-            f"stop: the run in {folder} is finished, {reason}; with --fork stop=null it continues "
-            "as a new run"
+            f"stop: the run in {folder} is finished, {reason}; a fork (`--fork`) with stop=null "
+            "continues it as a new run"
         )
     done = saved.facts["round"]
     # A full disk, or a kill after the last round, can prevent the last steps of a run.
@@ -222,17 +241,14 @@ def forked(
     finish_abandoned([folder])
     recorded = loading.read_config(folder / "config.yaml").get("files")
     load = loading_once()
-    with naming_difference(folder):
+    with asking_for_objects(folder, forking):
         before = resolve_plan(read_run_config(folder / "config.yaml", {"files": None}), load)
     before = replace(before, config=before.config.model_copy(update={"files": recorded}))
     plan = _plan_with(folder, before, {"run_dir": None, "files": None, **parsed}, load)
     changed = _changes(before, plan)
-    fixed = ["data", "partition", "model", "dtype"]
-    if {before.config.schedule.name, plan.config.schedule.name} != {"sync"}:
-        fixed.append("schedule")
     for key in changed:
-        name = key.removeprefix("files.")
-        if name.partition(".")[0] in fixed:
+        if _is_fixed(key, before, plan):
+            name = key.removeprefix("files.")
             raise ConfigError(
                 f"{name}: a fork keeps its run's data, partition and model, and on a virtual clock "
                 "its schedule; start a new run instead"
@@ -253,13 +269,23 @@ def forked(
         )
     _check_fork(before, plan, saved)
     changes_text = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())
-    origin = ForkOrigin(saved.facts["run_id"], changes_text or "nothing")
-    fork_dir = make_run_dir(plan)
+    is_tracked = (folder / SPOOL_FILE).exists() or any(key.startswith("tracking") for key in parsed)
+    origin = ForkOrigin(saved.facts["run_id"], changes_text or "nothing", is_tracked)
+    is_temporary = folder.name.startswith(TEMPORARY_PREFIX) and plan.config.run_dir is None
+    fork_dir = make_temporary_dir() if is_temporary else make_run_dir(plan)
     saved.facts |= {"fingerprint": plan.config.fingerprint, "run_id": ""}
     client_store.copy_rows(folder, fork_dir, plan.config.client_state.dir)
     # The checkpoint comes first: a fork that is killed early can still be resumed as a fork.
     checkpoint.write_checkpoint(fork_dir, saved, plan.config.checkpoint.keep)
     return plan, fork_dir, saved, origin
+
+
+def _is_fixed(key: str, before: Plan, plan: Plan) -> bool:
+    """Return whether a fork keeps a key of its run."""
+    fixed = ["data", "partition", "model", "dtype"]
+    if {before.config.schedule.name, plan.config.schedule.name} != {"sync"}:
+        fixed.append("schedule")
+    return key.removeprefix("files.").partition(".")[0] in fixed
 
 
 def _check_fork(before: Plan, plan: Plan, saved: checkpoint.Checkpoint) -> None:

@@ -6,10 +6,7 @@ after an error.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raysim.config.objects.python_objects import noting_changes
 from raysim.config.tracking_uri import database_of
 from raysim.engine.executor import Executor
 from raysim.engine.inline_executor import Inline
@@ -37,14 +33,16 @@ from raysim.runs.result import RunResult, best_figures, parameters_digest, write
 from raysim.runs.run_dir import (
     PARAMETERS_FILE,
     STORE_TO_KEEP,
+    TEMPORARY_PREFIX,
     forget,
-    how_to_continue,
     make_run_dir,
+    make_temporary_dir,
     warn_if_deleted_with_job,
     without_secrets,
     write_config,
 )
 from raysim.runs.tracked_start import ForkOrigin, start_tracking
+from raysim.runs.training_calls import how_to_continue, trains
 from raysim.server.central_server import evaluated_params
 from raysim.system import files, lock, output, processes, startup_stages
 from raysim.system.signals import Signals, stoppable
@@ -57,13 +55,9 @@ from raysim.tracking.tracker import Tracker
 logger = logging.getLogger("raysim")
 
 
-TEMPORARY_PREFIX = "raysim-untracked-"
-"""Beginning of the names of folders that are removed when Python exits."""
-
-
-@noting_changes()
+@trains
 def run(
-    source: str | Path | Mapping[str, Any],
+    source: str | Path | Mapping[str, Any] | None = None,
     overrides: Iterable[str] | Mapping[str, Any] = (),
     *,
     progress: ProgressCallback | None = None,
@@ -73,7 +67,8 @@ def run(
     """Run one experiment.
 
     Args:
-        source: a configuration file, the name of a shipped one ("quickstart"), or a mapping.
+        source: a configuration file, the name of a shipped one ("quickstart"), or a mapping; None:
+            the overrides are the whole configuration.
         overrides: "key=value" with dots, or a mapping; `keys` are the same as keyword arguments.
             In a mapping, `data` may be (x, y, x_test, y_test), a mapping of them, two torch data
             sets, or a function that returns one of these; `partition` a function, or the positions
@@ -102,6 +97,8 @@ def run(
         ConfigError: a mistake in the configuration, before anything has started.
         RaysimError: anything else that stopped the run; its folder and its MLflow run keep the
             completed rounds. A note of the error names the folder and how to continue.
+        KeyboardInterrupt: a signal such as that of Ctrl-C stopped the run; the message names the
+            folder and how to continue.
     """
     if isinstance(tracking, Mapping):
         keys["tracking"] = tracking
@@ -114,15 +111,8 @@ def run(
         progress = shown_for(plan)
         if tracking:
             return execute(plan, progress=progress)
-        folder = _temporary_folder() if plan.config.run_dir is None else None
+        folder = make_temporary_dir() if plan.config.run_dir is None else None
         return execute(plan, folder, progress=progress, tracker=Untracked())
-
-
-def _temporary_folder() -> Path:
-    """Return a new folder that is removed when Python exits."""
-    folder = tempfile.mkdtemp(prefix=TEMPORARY_PREFIX)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
 
 
 def execute(
@@ -145,7 +135,7 @@ def execute(
         progress: as for `run`.
         log: called with the text of each warning.
         tracker: receives the metrics; the default is MLflow, as configured, or nothing if the
-            run is resumed and began untracked.
+            run is resumed or forked and began untracked.
 
     Returns:
         The run's result.
@@ -159,9 +149,9 @@ def execute(
     run_dir = run_dir or make_run_dir(plan)
     with gradients(), ExitStack() as closing:
         closing.enter_context(_own_folder(plan, run_dir, is_new))
-        if saved and not origin and not (run_dir / SPOOL_FILE).exists():
-            # A tracked run has a spool before its first checkpoint.
-            tracker = tracker or Untracked()
+        # A tracked run has a spool before its first checkpoint.
+        tracks = origin.tracks if origin else not saved or (run_dir / SPOOL_FILE).exists()
+        tracker = tracker or (None if tracks else Untracked())
         run = _OpenRun(plan, run_dir, tracker, origin)
         closing.enter_context(processes.at_last(run.give_up))
         signals = closing.enter_context(stoppable())
@@ -189,7 +179,8 @@ def execute(
 def _own_folder(plan: Plan, run_dir: Path, is_new: bool) -> Iterator[None]:
     """Lock the folder of a run and write its configuration; forget a new run that is refused.
 
-    The error of a run that fails later gets a note on how to continue it.
+    The error of a run that fails later gets a note on how to continue it, and so does its end by a
+    signal.
     """
     try:
         with lock.alone(run_dir):
@@ -206,6 +197,9 @@ def _own_folder(plan: Plan, run_dir: Path, is_new: bool) -> Iterator[None]:
             except ConfigError:
                 if is_new:
                     forget(run_dir)
+                raise
+            except KeyboardInterrupt as stop:
+                stop.args = (f"stopped; {how_to_continue(run_dir, in_python=True)}",)
                 raise
             except Exception as error:
                 if not run_dir.name.startswith(TEMPORARY_PREFIX):

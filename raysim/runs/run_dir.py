@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import re
-import shlex
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,9 @@ STORE_TO_KEEP = "tracking.uri to a server, http://HOST:5000"
 
 JOB_FOLDERS = "working_dir_files"
 """Folder of a Ray node for the working directories that jobs upload."""
+
+TEMPORARY_PREFIX = "raysim-untracked-"
+"""Beginning of the names of folders that are removed when Python exits."""
 
 HISTORY_FILE = "history.csv"
 """Table of the metrics, one row per round."""
@@ -112,26 +116,6 @@ def latest_run_dir(plan: Plan) -> Path | None:
     )
 
 
-def how_to_continue(folder: Path) -> str:
-    """Return a text on what a stopped run has left, with the commands that continue it.
-
-    Args:
-        folder: the folder of the run.
-    """
-    saved = files.of_rounds(checkpoint.checkpoints_folder(folder))
-    quoted = shlex.quote(str(folder))
-    if not saved:
-        return (
-            f"what was done is kept in {folder}, without a checkpoint; `raysim resume {quoted}` "
-            "continues from the beginning"
-        )
-    return (
-        f"what was done is kept in {folder}; `raysim resume {quoted}` continues after round "
-        f"{max(saved)}, and `raysim resume {quoted} --fork "
-        "KEY=VALUE` does so as a new run with other keys or changed code"
-    )
-
-
 def _stem(plan: Plan) -> Path:
     """Return the default folder of a plan, without a number."""
     c = plan.config
@@ -173,12 +157,26 @@ def make_run_dir(plan: Plan) -> Path:
             )
         _make(path, exist_ok=True)
         return path
-    stem = _stem(plan)
+    stem, finished = _stem(plan), None
     for path in files.numbered(stem):
         with suppress(FileExistsError):
             _make(path)
+            if finished is not None:
+                logger.warning(
+                    "a finished run of this configuration and seed is in %s; this one trains in %s",
+                    finished,
+                    path,
+                )
             return path
+        finished = path if is_closed(path) else finished
     raise ConfigError(f"run_dir: {stem} and its numbered followers are all taken; give run_dir")
+
+
+def make_temporary_dir() -> Path:
+    """Create a new folder that is removed when Python exits."""
+    folder = tempfile.mkdtemp(prefix=TEMPORARY_PREFIX)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def warn_if_deleted_with_job(path: Path | None, fix: str) -> None:

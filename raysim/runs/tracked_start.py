@@ -26,6 +26,8 @@ class ForkOrigin:
     """MLflow id of the forked run."""
     changes: str
     """Changed keys with old and new values, as text."""
+    tracks: bool
+    """Whether the fork is tracked, as the forked run was."""
 
 
 def start_tracking(

@@ -16,7 +16,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from raysim.config.objects.python_objects import noting_changes
 from raysim.config.tracking_uri import absolute_uri, database_of, restored_uri
 from raysim.errors import ConfigError, RaysimError
 from raysim.runs.artifacts.description import NOTE
@@ -24,6 +23,7 @@ from raysim.runs.provenance import command_tag
 from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import best_values
 from raysim.runs.run_dir import STORE_TO_KEEP, warn_if_deleted_with_job
+from raysim.runs.training_calls import trains
 from raysim.sweeps import search_space, summary
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
 from raysim.sweeps.preparation import prepare_sweep
@@ -45,9 +45,9 @@ RunAll = Callable[[str, WatchCallback], list[tuple[Trial, str]]]
 """Runs the missing trials, from the id of the sweep's run and a watch; returns the failed ones."""
 
 
-@noting_changes()
+@trains
 def sweep(
-    source: str | Path | Mapping[str, Any],
+    source: str | Path | Mapping[str, Any] | None = None,
     overrides: Iterable[str] | Mapping[str, Any] = (),
     *,
     parallel: int | None = None,
@@ -61,7 +61,7 @@ def sweep(
 
     Args:
         source: a configuration file, the name of a shipped one, or a mapping; its section `sweep`
-            defines the values.
+            defines the values. None: the overrides are the whole configuration.
         overrides: "key=value" as on the command line ("seed=0..4"), or a mapping in which a list
             holds several values ({"local.lr": [0.1, 0.01]}); `keys` are the same as keyword
             arguments. They replace the values of the file. Objects are given as to `run`.
@@ -139,8 +139,12 @@ def run_sweep(
                 outcome = _run_trials(sweep, missing, run_all, watch, ledger, parent)
             _log_summary(parent, outcome)
             status = "FAILED" if outcome.failed else "FINISHED"
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             status = "KILLED"
+            stop.args = (
+                f"stopped; finished trials are kept below {sweep.folder}, and the same "
+                "raysim.sweep(...) runs the rest",
+            )
             raise
         finally:
             parent.finish(status)

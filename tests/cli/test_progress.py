@@ -152,6 +152,8 @@ def test_summary():
     assert summary(result, done_before=2).startswith("1 of 3 rounds in 4.0 s, of which 0.5 s")
     result.history = [{"round": 0.0}]
     assert summary(result) == "3 rounds in 4.0 s · 12 clients/s"
+    result.history = [{"round": 0.0, "accuracy": 0.9}, {"round": 1.0, "accuracy": 0.8}]
+    assert "best accuracy 0.8000 in round 1" in summary(result), "the untrained model is not one"
 
 
 def test_summary_of_a_private_run():

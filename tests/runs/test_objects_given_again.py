@@ -6,6 +6,7 @@ import functools
 import gc
 import subprocess
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
+import torch
 from support.programs import program
 
 import raysim
 from raysim.config.objects import python_objects
 from raysim.errors import ConfigError
+from raysim.runs.artifacts.export import export
 
 X = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 Y = np.arange(40) % 3
@@ -147,6 +150,73 @@ def test_other_weights_of_a_net_are_named(new_process, train):
     new_process()
     with pytest.raises(ConfigError, match="its weights, attributes or arguments are others"):
         raysim.load(run_dir, model=kind(), task=script["loss"]).net()
+
+
+def halving(t: int) -> float:
+    return 0.1 * 0.5**t
+
+
+def hits(outputs, y) -> float:
+    return float((outputs.argmax(1) == y).float().mean())
+
+
+@pytest.fixture
+def stopped(new_process, train) -> tuple[Path, dict[str, Any]]:
+    """The folder of a stopped run of four objects, and the names in a new process of its script."""
+    keys = {"rounds": 2, "checkpoint.every": 1, "evaluate.metrics": ["accuracy", local_copy(hits)]}
+    keys["local.lr"] = local_copy(halving)
+    first = train(new_process(), overrides=keys, progress=lambda record: True)
+    return first.run_dir, {"raysim": raysim, "halving": keys["local.lr"], **new_process()}
+
+
+def local_copy(function: Any) -> Any:
+    """Return a function as a script would define it, which no module has."""
+    return types.FunctionType(function.__code__, globals(), function.__name__)
+
+
+@pytest.mark.parametrize("way", ["resume", "fork"])
+def test_all_missing_objects_are_named_with_a_call_that_continues(stopped, way, here):
+    folder, script = stopped
+    script["hits"] = local_copy(hits)
+    with pytest.raises(ConfigError) as caught:
+        getattr(raysim, way)(folder)
+    message = str(caught.value)
+    assert message.startswith("task, model, local.lr, evaluate.metrics: were given as objects")
+    call = f"raysim.{way}({str(folder)!r}, {{'task': loss, 'model': Net, 'local.lr': halving, "
+    assert call in message
+    more = ", rounds=3)" if way == "fork" else ")"
+    done = eval(message[message.index("raysim.") :].removesuffix(")") + more, script)
+    assert done.rounds == (3 if way == "fork" else 2)
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_result_asks_for_what_its_net_needs_only(stopped, is_finished):
+    folder, script = stopped
+    if is_finished:
+        given = {"local.lr": script["halving"], "evaluate.metrics": ["accuracy", local_copy(hits)]}
+        raysim.resume(folder, {**given, "model": script["Net"], "task": script["loss"]})
+        python_objects._OBJECTS.clear()
+    with pytest.raises(ConfigError, match=r"^task, model: were given as objects") as caught:
+        raysim.load(folder).net()
+    call = str(caught.value).partition("; in Python, ")[2].partition(" gives the net")[0]
+    with pytest.raises(ConfigError, match=r"^task, model: ") as caught:
+        export(folder)
+    assert f"in Python, {call} gives the net" in str(caught.value)
+    expected = raysim.load(folder).state_dict if is_finished else None
+    state = eval(call, script).state_dict()
+    if expected is not None:
+        assert all(torch.equal(expected[name], tensor) for name, tensor in state.items())
+        assert "state_dict its parameters" in str(caught.value)
+
+
+def test_another_class_of_a_name_is_refused_by_its_source(new_process, train):
+    """Also in the process that still has the first one."""
+    first, edited = new_process(), new_process("return self", "return 2 * self")
+    folder = train(first).run_dir
+    with pytest.raises(ConfigError, match=r"^model: .*: the source of 'Net.forward' is another on"):
+        raysim.resume(folder, {"rounds": 2, "model": edited["Net"]})
+    with pytest.raises(ConfigError, match=r"^model.name: would change .*; start a new run instead"):
+        raysim.resume(folder, {"rounds": 2, "model": "logistic"})
 
 
 PARTS = """

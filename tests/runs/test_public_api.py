@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,60 @@ def test_a_stopped_run_without_a_checkpoint_is_refused(config):
         raysim.run({**config, "checkpoint": {"every": 0}}, progress=interrupt)
     with pytest.raises(ConfigError, match="before its first checkpoint"):
         raysim.load(config["run_dir"])
+
+
+@pytest.mark.parametrize("is_tracked", [True, False])
+def test_ctrl_c_ends_a_script_with_one_line_that_continues_the_run(config, is_tracked):
+    def interrupt(record: dict[str, float]) -> None:
+        if record["round"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        raysim.run(config, progress=interrupt, tracking=config["tracking"] if is_tracked else False)
+    assert type(caught.value) is KeyboardInterrupt and caught.value.__context__ is None
+    shown = [
+        f for f in caught.traceback if str(f.path).startswith(os.path.dirname(raysim.__file__))
+    ]
+    assert len(shown) == 1
+    call = f"raysim.resume({str(config['run_dir'])!r})"
+    assert f"{call} continues after round 2" in str(caught.value)
+    resumed = eval(call, {"raysim": raysim})
+    again = {**config, "run_dir": None}
+    assert resumed.digest == raysim.run(again, tracking=False).digest
+
+
+@pytest.mark.parametrize("call", ["run", "sweep", "fork", "resume"])
+def test_a_file_that_trains_is_refused_where_a_class_of_it_is_needed(config, here: Path, call):
+    lines = ["import raysim, torch", "class Net(torch.nn.Linear):", "    pass"]
+    (here / "study.py").write_text("\n".join([*lines, f"raysim.{call}('quickstart')"]))
+    with pytest.raises(ConfigError) as caught:
+        raysim.run(config, model="./study.py:Net", tracking=False)
+    message = str(caught.value)
+    assert message.startswith("model.name: ") and f"raysim.{call} would train" in message
+    assert 'below `if __name__ == "__main__":`' in message and "line 4" in message
+    assert not (here / "runs").exists()
+
+
+def test_an_untracked_run_is_forked_untracked_and_calls_take_keywords(here: Path):
+    given = {key: value for key, value in SMALL.items() if key not in ("tracking", "checkpoint")}
+    first = raysim.run(
+        **{**given, "algorithm": "fedavg", "rounds": 1, "checkpoint.every": 1}, tracking=False
+    )
+    resumed = raysim.resume(first.run_dir, rounds=2)
+    forked = raysim.fork(first.run_dir, {"local.lr": 0.01}, rounds=3)
+    assert (resumed.rounds, forked.rounds, forked.run_id) == (2, 3, "")
+    assert not [*here.iterdir()], "neither runs nor a database"
+    tracked = raysim.fork(first.run_dir, rounds=3, tracking={"experiment": "shown"})
+    assert tracked.run_id
+
+
+def test_a_run_that_is_trained_again_names_the_finished_one(here: Path, caplog):
+    keys: dict[str, Any] = {**SMALL, "algorithm": "fedavg", "rounds": 1}
+    first = raysim.run(keys)
+    assert not any("a finished run" in message for message in caplog.messages)
+    second = raysim.run(keys)
+    expected = f"is in {first.run_dir}; this one trains in {second.run_dir}"
+    assert any(message.endswith(expected) for message in caplog.messages)
 
 
 def test_overrides_of_a_sweep_are_texts_or_a_mapping(here: Path):

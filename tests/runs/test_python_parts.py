@@ -181,6 +181,28 @@ class Flipped(raysim.ClientRule):
         return self.factor * task.grad(state["w"], batch)
 
 
+@pytest.mark.parametrize("form", ["class", "instance", "mapping"])
+@pytest.mark.parametrize(
+    ("parent", "key"),
+    [
+        (Quantile, "task"),
+        (Halved, "local.upload"),
+        (First, "schedule.sampling"),
+        (raysim.Probe, "evaluate.probes"),
+        (raysim.ClientRule, "client"),
+    ],
+)
+def test_a_field_that_a_section_cannot_hold_beside_its_name_is_refused(config, parent, key, form):
+    part = dataclass(frozen=parent is not raysim.Probe)(
+        type("Labelled", (parent,), {"__annotations__": {"name": str}, "name": "cohorts.jsonl"})
+    )
+    value = {"class": part, "instance": part(), "mapping": {"name": part}}[form]
+    algorithm = {"algorithm": None, "server": "fedavg"} if key == "client" else {}
+    overrides = {key: [value] if key in ("local.upload", "evaluate.probes") else value, **algorithm}
+    with pytest.raises(ConfigError, match=rf"^{key}.*name: Labelled has the field 'name'"):
+        raysim.run(config, overrides, tracking=False)
+
+
 def test_functions_metrics_stages_sampling_and_groups_may_be_objects(config):
     result = trained(
         config,

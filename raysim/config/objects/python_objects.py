@@ -67,16 +67,15 @@ class ObjectMissing(ConfigError):
     """
 
     def __init__(self, name: str, key: str, given: PythonObject | None = None):
+        self.name = name
         self.given = given
-        self.section = key.partition(".")[0]
         self.reason = f"{key}: '{name}' was given as an object in Python, and this process has none"
-        fix = f"give it again: raysim.resume(RUN, {{'{self.section}': ...}})"
+        self.reason += " of the same content"
+        fix = "give it again, in Python"
         if UNREADABLE in name:
             held = name.partition(UNREADABLE)[2].rpartition("-")[0]
-            self.reason += f" of the same content: it holds a {held}, whose content cannot be read"
+            self.reason += f": it holds a {held}, whose content cannot be read"
             fix = "start a new run"
-        else:
-            self.reason += " of the same content"
         super().__init__(f"{self.reason}; {fix}")
 
 
@@ -163,6 +162,15 @@ def find(name: str, key: str) -> PythonObject:
     if used is not None and name not in used:
         used[name] = found, Description(found.value).values
     return found
+
+
+def is_known(name: str) -> bool:
+    """Return whether this process has an object.
+
+    Args:
+        name: name of the object in a configuration, with the prefix.
+    """
+    return name in _OBJECTS
 
 
 def label_of(name: str) -> str:

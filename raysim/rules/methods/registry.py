@@ -379,6 +379,11 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
     refuse_untyped_fields(cls, section)
     refuse_missing_methods(cls, section)
     known = hyperparameter_names(cls)
+    if "name" in known:
+        raise ConfigError(
+            f"{section}.name: {cls.__name__} has the field 'name', but a section's name is that of "
+            "its class; give the field another name, or write it as name: ClassVar[str] = ..."
+        )
     for key in lacking(parameters, known):
         hint = untyped([cls], key) or did_you_mean(key, known)
         raise ConfigError(f"{section}.{key}: unknown key of {cls.__name__}{hint}")

@@ -19,7 +19,6 @@ from raysim.engine.plan import Plan
 from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError, RaysimError, in_a_line
 from raysim.models.initial.adapters import merged
-from raysim.prepare.resolve import prepare
 from raysim.runs import result, run_dir
 from raysim.runs.run_dir import HISTORY_FILE
 from raysim.server.central_server import evaluated_params
@@ -69,7 +68,7 @@ def export(
     folder = run_dir.find_run_dir(run)
     if format == "onnx" and importlib.util.find_spec("onnxscript") is None:
         raise ConfigError("export: onnxscript is not installed; run pip install 'raysim[onnx]'")
-    plan = prepare(folder / "config.yaml")
+    plan = result.loaded_plan(folder, trains=which == "best" or client is not None)
     net, step = _net(plan, folder, which, client)
     net = net if keep_adapters else merged(net)
     name = which if client is None else f"{which}-client-{client}"
