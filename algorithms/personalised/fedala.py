@@ -50,13 +50,13 @@ class FedALAClient(ClientRule):
         waits = self.steady > 0 and data.n > 0 and not client_state["tuned"]
         losses, W_before = [], W
         for _ in range(MAX_PASSES if waits else self.passes):
-            for batch in data.batches():
+            for batch in (batches := list(data.batches())):
                 gradient = task.grad(own + W * (x - own), batch, mode="frozen")
                 step = self.eta * task.part("classifier") * (x - own) * gradient
                 W_before, W = W, (W - step).clamp(0, 1)
             if waits:
-                net = task.net(own + W_before * (x - own), batch)
-                losses.append(task_loss(net, batch).mean())
+                net = task.net(own + W_before * (x - own), batches[-1])
+                losses.append(task_loss(net, batches[-1]).mean())
                 last = torch.stack(losses[-N_LOSSES:])
                 if len(losses) > N_LOSSES and last.std(correction=0) < self.steady:
                     break

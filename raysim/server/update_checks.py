@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -14,6 +14,7 @@ from raysim.rules.contract import ServerRule, State
 from raysim.rules.errors.keyed_numbers import (
     RANDOM_NUMBERS_PAGE,
     keyed_numbers_only,
+    libraries_to_watch,
     stream_on_server,
 )
 from raysim.rules.errors.returned_values import check_tensors
@@ -45,7 +46,8 @@ def errors_name_rule(
         return RaysimError(f"{name} {drawn}, {stream_on_server(method)} {RANDOM_NUMBERS_PAGE}")
 
     # Those that ship draw keyed numbers only.
-    watch = nullcontext() if is_shipped(rule) else keyed_numbers_only(unkeyed)
+    watched = () if is_shipped(rule) else libraries_to_watch(type(rule))
+    watch = keyed_numbers_only(unkeyed, watched)
     with translate_errors(lambda text: RaysimError(f"{name} failed: {text}{details()}")), watch:
         try:
             yield

@@ -5,7 +5,6 @@ Only nets in training may draw from them. A run seeds them before each training 
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-MT19937_BYTES = 624 * 4 + 4
-"""Bytes of the words of NumPy's generator, and of the place in them."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +25,6 @@ class Generator:
     """Sets its state."""
     seed: Callable[[int], Any]
     """Seeds it with a number below 2^32."""
-    mark: Callable[[], Any]
-    """Returns what changes with its state, for comparisons."""
 
 
 def _torch_states() -> list[bytes]:
@@ -64,17 +58,6 @@ def _numpy_state() -> tuple[Any, ...]:
     return name, words.tobytes(), *rest
 
 
-def _numpy_mark() -> Any:
-    """Return the words of NumPy's generator and the place in them, 80 times as fast as its state.
-
-    A draw that only takes the second number of a pair of normal ones changes neither.
-    """
-    bits = np.random.get_bit_generator()  # pyright: ignore[reportAttributeAccessIssue]
-    if type(bits) is not np.random.MT19937:
-        return _numpy_state()
-    return ctypes.string_at(bits.ctypes.state_address, MT19937_BYTES)
-
-
 def _set_numpy_state(state: tuple[Any, ...]) -> None:
     """Set the state of NumPy's generator."""
     name, words, *rest = state
@@ -82,28 +65,11 @@ def _set_numpy_state(state: tuple[Any, ...]) -> None:
 
 
 GENERATORS: Mapping[str, Generator] = {
-    "torch": Generator(_torch_states, _set_torch_states, _seed_torch, _torch_states),
-    "NumPy": Generator(_numpy_state, _set_numpy_state, np.random.seed, _numpy_mark),
-    "Python": Generator(random.getstate, random.setstate, random.seed, random.getstate),
+    "torch": Generator(_torch_states, _set_torch_states, _seed_torch),
+    "NumPy": Generator(_numpy_state, _set_numpy_state, np.random.seed),
+    "Python": Generator(random.getstate, random.setstate, random.seed),
 }
 """The generators by library."""
-
-
-class Draws:
-    """Finds out which global random generators are drawn from, from its making on.
-
-    Args:
-        libraries: those whose generators are looked at, of `GENERATORS`.
-    """
-
-    def __init__(self, libraries: Collection[str] = tuple(GENERATORS)):
-        self._marks = {library: GENERATORS[library].mark() for library in libraries}
-
-    def libraries(self) -> tuple[str, ...]:
-        """Return the libraries whose generators have changed since."""
-        return tuple(
-            library for library, mark in self._marks.items() if GENERATORS[library].mark() != mark
-        )
 
 
 class GlobalGenerators:

@@ -19,7 +19,7 @@ from raysim.models.default_device import tensors_on
 from raysim.models.flat import BoundModel
 from raysim.rules.contract import ClientRule
 from raysim.rules.errors.keyed_numbers import libraries_to_watch
-from raysim.system.global_generators import Draws
+from raysim.system.global_generators import GlobalGenerators
 
 
 class HiddenChanges:
@@ -36,7 +36,7 @@ class HiddenChanges:
             rule: their rule.
         """
         self.bound = bound
-        self.libraries = libraries_to_watch(rule)
+        self.libraries = libraries_to_watch(type(rule))
         self.expected = self._outputs()
         self.rounds = 0
 
@@ -53,10 +53,10 @@ class HiddenChanges:
         Raises:
             ConfigError: a global generator was drawn from, or outputs have changed.
         """
-        draws = Draws(self.libraries)
+        before = GlobalGenerators(self.libraries)
         yield
         label = self.bound.model.label
-        libraries = draws.libraries()
+        libraries = before.drawn_from()
         if libraries:
             raise ConfigError(
                 f"{label}, its loss or the client rule draws from {libraries[0]}'s global "

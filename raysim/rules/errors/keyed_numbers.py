@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
 from raysim.errors import RaysimError, is_users
 from raysim.rules.rule import Rule
-from raysim.system.global_generators import Draws
+from raysim.system.global_generators import GENERATORS, GlobalGenerators
 
 RNG_ARGUMENT = "those of its argument `rng`"
 """Random numbers that a function with such an argument must use, as the end of an error."""
@@ -21,17 +22,20 @@ RANDOM_NUMBERS_PAGE = "(docs/how-to/random_numbers.md)"
 
 
 @contextmanager
-def keyed_numbers_only(refusal: Callable[[str], RaysimError]) -> Iterator[None]:
+def keyed_numbers_only(
+    refusal: Callable[[str], RaysimError], libraries: Collection[str] = tuple(GENERATORS)
+) -> Iterator[None]:
     """Raise an error if a global random generator changes.
 
     Args:
         refusal: makes the error from what the code did, "draws from NumPy's global generator, …".
+        libraries: those whose generators are watched.
     """
-    draws = Draws()
+    before = GlobalGenerators(libraries)
     yield
-    if libraries := draws.libraries():
+    if drawn := before.drawn_from():
         raise refusal(
-            f"draws from {libraries[0]}'s global generator, so a run could not be repeated; use "
+            f"draws from {drawn[0]}'s global generator, so a run could not be repeated; use "
             "keyed numbers"
         )
 
@@ -47,18 +51,19 @@ def stream_on_server(method: str) -> str:
     return 'reports.rng("name") or cohort.rng("name")'
 
 
-def libraries_to_watch(rule: Rule) -> tuple[str, ...]:
-    """Return the libraries from whose generators nothing may be drawn while clients train.
+@functools.lru_cache
+def libraries_to_watch(rule: type[Rule]) -> tuple[str, ...]:
+    """Return the libraries from whose generators nothing may be drawn while a rule runs.
 
-    Threads of other libraries draw from Python's generator, and training takes long. So that one is
-    watched only if the rule's file uses it.
+    Threads of other libraries draw from Python's generator. So that one is watched only if the
+    rule's file uses it.
 
     Args:
-        rule: the client rule.
+        rule: the class of a client or server rule.
     """
     functions = [
         member
-        for cls in type(rule).__mro__
+        for cls in rule.__mro__
         for member in vars(cls).values()
         if inspect.isfunction(member) and is_users(member.__code__)
     ]

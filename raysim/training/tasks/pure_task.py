@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class PureTask(ModelTask):
         def mean_loss(w: Tensor, *others: State) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             moved: list[Tensor] = []
             net = self._net(w, batch, mode, statistics, True, moved)
-            with self._nets_at(points[0], lambda *facts: self._net(w, *facts, [])):
+            with self._nets_at(points[0], partial(self._net, w, moved=[])):
                 value = batch.mean(loss(net, batch, *others))
             is_plain = self.model.is_own_loss(loss) or mode != "train"
             plain = value if is_plain else batch.mean(task_loss(net, batch))
