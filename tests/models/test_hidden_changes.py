@@ -161,7 +161,7 @@ def test_a_loss_that_counts_its_calls_ends_the_run():
     factor.many, factor.calls = factor.calls + 75, 0
 
     with pytest.raises(ConfigError, match=r"^task: loss of 'loss.*' gives something else"):
-        run(nn.Linear(6, 3), DATA, PARTS, rounds=15, task=loss)
+        run(nn.Linear(6, 3), DATA, ODD, rounds=15, task=loss)
 
 
 def keep(net, x):

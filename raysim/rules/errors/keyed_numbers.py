@@ -25,7 +25,7 @@ RANDOM_NUMBERS_PAGE = "(docs/how-to/random_numbers.md)"
 def keyed_numbers_only(
     refusal: Callable[[str], RaysimError], libraries: Collection[str] = tuple(GENERATORS)
 ) -> Iterator[None]:
-    """Raise an error if a global random generator changes.
+    """Raise an error if a global random generator changes; its state is put back.
 
     Args:
         refusal: makes the error from what the code did, "draws from NumPy's global generator, …".
@@ -34,6 +34,7 @@ def keyed_numbers_only(
     before = GlobalGenerators(libraries)
     yield
     if drawn := before.drawn_from():
+        before.restore()
         raise refusal(
             f"draws from {drawn[0]}'s global generator, so a run could not be repeated; use "
             "keyed numbers"
