@@ -45,9 +45,7 @@ class GPFLClient(ClientRule):
 
     def init(self, shared, client_state, data, task):
         counts = data.examples.y.bincount(minlength=task.classes).to(shared["x"])
-        # Copies, since in the loss those of the broadcast are constants.
-        trained = {key: shared[key].clone() for key in SHARED}
-        return {"alpha": counts / counts.sum(), **trained}
+        return {"alpha": counts / counts.sum(), **{key: shared[key] for key in SHARED}}
 
     def step(self, shared, state, batch, task):
         def loss(net, batch, trained):

@@ -215,9 +215,9 @@ class Task(SuggestsAttributes, ABC):
 
         Raises:
             ValueError: under `privacy`, mode is not "train".
-            ContractError: in all methods with a loss, the loss depends on `w` or `state["w"]` other
-                than through nets, such as by a penalty on `w`. It would have no gradient, so the
-                rule adds that of the penalty to the result.
+            ContractError: in all methods with a loss but `input_grad`, the loss depends on `w` or
+                `state["w"]` other than through nets, such as by a penalty on `w`. It would have no
+                gradient, so the rule adds that of the penalty to the result.
         """
 
     @abstractmethod
@@ -385,8 +385,8 @@ class Task(SuggestsAttributes, ABC):
 
         In a loss, at the very vector whose gradient the task computes, the gradient flows through
         this pass too; write `.detach()` behind its outputs for constants. At another vector, such
-        as `shared["x"]` or `1 * state["w"]`, and outside of losses the parameters are constants,
-        and gradients flow only into the activations that `Net.tail` receives.
+        as `1 * state["w"]`, always at `shared["x"]`, and outside of losses the parameters are
+        constants, and gradients flow only into the activations that `Net.tail` receives.
 
         Args:
             w: [P], the parameters.

@@ -31,11 +31,9 @@ from raysim.runs.python_inputs import named_inputs
 from raysim.runs.result import RunResult
 from raysim.runs.run import execute
 from raysim.runs.run_dir import (
-    TEMPORARY_PREFIX,
     find_run_dir,
     is_closed,
     make_run_dir,
-    make_temporary_dir,
 )
 from raysim.runs.tracked_start import ForkOrigin
 from raysim.runs.training_calls import trains
@@ -99,18 +97,21 @@ def fork(
     overrides: Iterable[str] | Mapping[str, Any] = (),
     *,
     progress: ProgressCallback | None = None,
+    tracking: bool | Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> RunResult:
     """Start a new run from the last whole checkpoint of another one, with other keys.
 
     The new run has a new folder. MLflow shows it as a child of the old run. Without keys of
-    `tracking`, the fork of a run that began with `tracking=False` stays without MLflow.
+    `tracking`, the fork of a run that began with `tracking=False` is without MLflow, too.
 
     Args:
         run: the folder of the run to fork, or its MLflow id. That run is not changed.
         overrides: any keys except data, partition, model and dtype, and on a virtual clock
             schedule.
         progress: as for `raysim.run`.
+        tracking: False for no MLflow; a mapping with the keys of the section `tracking`; None: as
+            the run to fork.
         **keys: further overrides, such as rounds=10.
 
     Returns:
@@ -123,8 +124,12 @@ def fork(
         KeyboardInterrupt: as for `raysim.run`.
     """
     with shown(progress) as shown_for:
+        if isinstance(tracking, Mapping):
+            keys["tracking"] = tracking
         given = {**named_inputs(overrides), **named_inputs(keys)}
         plan, folder, saved, origin = forked(run, given)
+        if tracking is not None:
+            origin = replace(origin, tracks=bool(tracking))
         return execute(plan, folder, saved, origin, progress=shown_for(plan))
 
 
@@ -271,8 +276,7 @@ def forked(
     changes_text = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())
     is_tracked = (folder / SPOOL_FILE).exists() or any(key.startswith("tracking") for key in parsed)
     origin = ForkOrigin(saved.facts["run_id"], changes_text or "nothing", is_tracked)
-    is_temporary = folder.name.startswith(TEMPORARY_PREFIX) and plan.config.run_dir is None
-    fork_dir = make_temporary_dir() if is_temporary else make_run_dir(plan)
+    fork_dir = make_run_dir(plan)
     saved.facts |= {"fingerprint": plan.config.fingerprint, "run_id": ""}
     client_store.copy_rows(folder, fork_dir, plan.config.client_state.dir)
     # The checkpoint comes first: a fork that is killed early can still be resumed as a fork.

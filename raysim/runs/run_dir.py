@@ -157,18 +157,11 @@ def make_run_dir(plan: Plan) -> Path:
             )
         _make(path, exist_ok=True)
         return path
-    stem, finished = _stem(plan), None
+    stem = _stem(plan)
     for path in files.numbered(stem):
         with suppress(FileExistsError):
             _make(path)
-            if finished is not None:
-                logger.warning(
-                    "a finished run of this configuration and seed is in %s; this one trains in %s",
-                    finished,
-                    path,
-                )
             return path
-        finished = path if is_closed(path) else finished
     raise ConfigError(f"run_dir: {stem} and its numbered followers are all taken; give run_dir")
 
 

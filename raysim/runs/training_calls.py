@@ -6,6 +6,7 @@ import functools
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -22,7 +23,7 @@ Returned = TypeVar("Returned")
 
 
 def trains(call: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Make a function of raysim one that trains.
+    """Decorate a function of the API that trains.
 
     It is refused while raysim imports the file that calls it. If a signal stops it, it raises a
     KeyboardInterrupt with one line on what is left, without the frames of what was interrupted.
@@ -67,11 +68,13 @@ def how_to_continue(folder: Path, in_python: bool = False) -> str:
         in_python: whether the text names calls of Python also for a run without objects of Python,
             which commands continue, too.
     """
-    saved = files.of_rounds(checkpoint.checkpoints_folder(folder))
+    saved, objects = files.of_rounds(checkpoint.checkpoints_folder(folder)), {}
+    with suppress(Exception):  # the text is a part of another error
+        objects = given_objects(folder)
     quoted = shlex.quote(str(folder))
     resume, fork = f"`raysim resume {quoted}`", f"`raysim resume {quoted} --fork KEY=VALUE`"
-    if in_python or given_objects(folder):
-        resume = call_with("resume", folder, given_objects(folder))
+    if in_python or objects:
+        resume = call_with("resume", folder, objects)
         fork = f"raysim.fork({str(folder)!r}, {{KEY: VALUE}})"
     kept = f"what was done is kept in {folder}"
     if folder.name.startswith(TEMPORARY_PREFIX):

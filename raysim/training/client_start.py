@@ -129,6 +129,9 @@ class ClientStart:
         state = rule.init(shared, {**received.client_state}, received.data, task)
         check_dict(rule, "init", state)
         state = brought_to(state, task.model.device)
+        received_ids = set(map(id, shared.values()))
+        # Copies, since those of the broadcast are constants in a loss.
+        state = {key: v.clone() if id(v) in received_ids else v for key, v in state.items()}
         if "w" in state:
             raise breach(
                 rule,

@@ -104,7 +104,7 @@ def test_statistics_do_not_follow_a_rule_that_weighs_updates_itself(notes, sourc
     path = source("first", FIRST)
     parts = {"groups": {}, "client": "fedavg", "model": "tinynn"}
     (message,) = notes(server=f"{path}:First", **parts)
-    assert "whatever first does with the updates; for its own weights call reports.set_w" in message
+    assert "whatever first does with the updates; for its own weights set weights_after" in message
     assert not notes(server=f"{path}:Chosen", **parts)
     assert not notes(server=f"{path}:First", **{**parts, "model": "logistic"})
     assert not notes(server="median", **parts)

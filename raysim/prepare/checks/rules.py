@@ -327,7 +327,10 @@ def note_averaged_statistics(plan: Plan) -> None:
     if not (are_attacked or weighs):
         return
     if plan.initial[1].numel() and plan.personal.statistics == "averaged":
-        who, fix = "clients", "for its own weights call reports.set_weights in its update"
+        who, fix = (
+            "clients",
+            "for its own weights set weights_after_training and call set_weights",
+        )
         if are_attacked:
             who, fix = "attackers", "set local.buffers=frozen or personal, or take nn.GroupNorm"
         startup_stages.notes.info(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import random
@@ -74,8 +75,11 @@ def libraries_to_watch(rule: type[Rule]) -> tuple[str, ...]:
 
 def _uses_python_generator(function: FunctionType) -> bool:
     """Return whether a function, or its file, imports `random` or a function of it."""
-    imported = list(function.__globals__.values())
-    return "random" in function.__code__.co_names or any(map(_is_of_random, imported))
+    imports = any(
+        instruction.opname == "IMPORT_NAME" and instruction.argval == "random"
+        for instruction in dis.get_instructions(function.__code__)
+    )
+    return imports or any(map(_is_of_random, list(function.__globals__.values())))
 
 
 def _is_of_random(value: Any) -> bool:

@@ -118,13 +118,14 @@ class LossTask(LearningTask):
     def mean_loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return what the function returns for a batch. See `LearningTask.mean_loss`.
 
-        With weights of labels it may divide by 0, where a step has no gradient.
+        With weights of labels it may divide by 0, where a step has no gradient. Sequences of
+        tokens have padding.
 
         Args:
             outputs: the net's outputs, [B, ...].
             batch: the batch, with the targets as `y`, [B, ...].
         """
-        if self.reading.weights is None:
+        if self.reading.weights is None and self.like != "next_token":
             return self.user_loss.of_batch(outputs, self._targets(outputs, batch.y))
         return super().mean_loss(outputs, batch)
 
@@ -182,10 +183,6 @@ class _TokenLoss(LossTask):
         """Return the sum of each sequence's losses, [B]. See `LearningTask.loss`."""
         losses = self.token_losses(outputs, batch.y)  # pyright: ignore[reportAttributeAccessIssue]  # of NextToken
         return losses.sum(1)
-
-    def mean_loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the mean over the real tokens. See `LearningTask.mean_loss`."""
-        return LearningTask.mean_loss(self, outputs, batch)
 
     def mean_weights(self, y: Tensor) -> Tensor | None:
         """Return the sum of each sequence's weights, [B]. See `LearningTask.mean_weights`."""

@@ -37,9 +37,14 @@ class Constants:
         self.changed: list[Tensor] = []
 
     def __enter__(self) -> Constants:
-        self.changed = [tensor for tensor, _ in self.tensors.values() if not tensor.requires_grad]
-        for tensor in self.changed:
-            tensor.requires_grad_()
+        try:
+            for tensor, _ in self.tensors.values():
+                if not tensor.requires_grad:
+                    tensor.requires_grad_()
+                    self.changed.append(tensor)
+        except RuntimeError:  # a tensor that cannot have a gradient
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:

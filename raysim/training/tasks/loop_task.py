@@ -84,6 +84,7 @@ class LoopTask(ModelTask):
         self.global_buffers = global_buffers
         self.buffers = global_buffers.clone()
         self._fresh = fresh
+        self.received = global_params
         self.local_params.copy_(global_params)
         if optimizer_state is None and settings.optimizer is not None:
             optimizer_state = settings.optimizer.start(global_params)
@@ -176,7 +177,7 @@ class LoopTask(ModelTask):
     ) -> tuple[Tensor, Tensor]:
         # In `torch.func.grad` a loss that asks for another net could not make it.
         leaves = w.detach().expand(count, -1).requires_grad_()
-        with torch.enable_grad(), self._constants(loss, w, {}) as constants:
+        with torch.enable_grad(), self._left_out(loss, w, {}) as constants:
             value, plain = total(leaves)
             (gradient,) = constants.gradients(value, [leaves])
         return torch.zeros_like(leaves) if gradient is None else gradient, plain
@@ -258,18 +259,21 @@ class LoopTask(ModelTask):
         of_others = () if others is None else (leaves,)
         with (
             self.model.passes(),
-            self._constants(loss, w, others or {}) as constants,
+            self._left_out(loss, w, others or {}) as constants,
             self._nets_at(w, partial(self._net, bound)),
         ):
             value = loss(net, batch, *of_others).mean()
             gradients = constants.gradients(value, [*bound.parameters, *leaves.values()])
         return gradients, of_task(net.logits, batch) if mode == "train" else value
 
-    def _constants(
+    def _left_out(
         self, loss: Callable[..., Tensor], w: Tensor, others: Mapping[str, Tensor]
     ) -> Constants:
-        """Return the tensors of which a loss gets copies, if any, so that it may not use them."""
-        return Constants(loss, {"w": w, 'state["w"]': self.local_params}, others)
+        """Return a context that refuses a loss which depends on variables that are not its own."""
+        points = {"w": w, 'state["w"]': self.local_params}
+        if w is self.received:
+            del points["w"]
+        return Constants(loss, points, others)
 
     def _flat(self, gradients: tuple[Tensor | None, ...]) -> Tensor:
         """Return gradients as a vector [P], and note the parameters that none of a step reached."""

@@ -64,6 +64,8 @@ class ModelTask(Task):
         self.unreached: list[int] | None = None
         """The parameters that no gradient since the last step depended on, as indices of
         `segments`; None before the first gradient."""
+        self.received: Tensor | None = None
+        """The parameters [P] of the broadcast, which are a constant in every loss."""
         self._point: tuple[Tensor, NetAtPoint] | None = None
         """While a loss is computed, the point of its gradient [P], and what makes nets there."""
 
@@ -275,6 +277,12 @@ class ModelTask(Task):
             def net_at(
                 other: Batch | None, mode: PassMode, buffers: Tensor | None, dropout: bool
             ) -> Net:
+                if other is not None and len(other.y) != len(batch.y):
+                    raise ValueError(
+                        f"task.net at w, in a loss of single examples: {len(other.y)} examples for "
+                        f"a batch of {len(batch.y)}; give one for each, or take the parameters of "
+                        'another vector as constants, such as 1 * state["w"]'
+                    )
                 drop = (other or batch).drop if dropout else ()
                 call = one_by_one(self.model, rows, drop, mode, buffers)
                 net = ForwardPass(self.model, other and other.x, call)
@@ -308,7 +316,8 @@ class ModelTask(Task):
     @contextmanager
     def _nets_at(self, w: Tensor, make: NetAtPoint) -> Iterator[None]:
         """Let `net` at the vector w return nets through which the gradient at w flows."""
-        outer, self._point = self._point, (w, make)
+        outer = self._point
+        self._point = None if w is self.received else (w, make)
         try:
             yield
         finally:
