@@ -129,9 +129,6 @@ class ClientStart:
         state = rule.init(shared, {**received.client_state}, received.data, task)
         check_dict(rule, "init", state)
         state = brought_to(state, task.model.device)
-        received_ids = set(map(id, shared.values()))
-        # Copies, since those of the broadcast are constants in a loss.
-        state = {key: v.clone() if id(v) in received_ids else v for key, v in state.items()}
         if "w" in state:
             raise breach(
                 rule,
@@ -208,6 +205,7 @@ class ClientStart:
             client=client,
             optimizer_state=self._kept_optimizer_state(client_task),
         )
+        task.received = tuple(broadcast.shared.values())
         client_state = kept_or_new_state(rule, task, client_task)
         received = ReceivedModel(client_task, rule, broadcast, mine, data, client_state, w, buffers)
         return begun_by_rule(task, received) if overridden(rule, ["begin"]) else received

@@ -228,6 +228,14 @@ def test_a_joint_loss_that_reads_another_tensor_from_elsewhere_is_refused():
     a = torch.ones(1, dtype=torch.float64)
     with pytest.raises(ContractError, match=r"third argument, others\['a'\]"):
         task.joint_grad(w, example(), {"a": a}, lambda net, batch, others: net.logits.sum(1) * a)
+    task.received = (w, a)
+
+    def loss(net, batch, others):
+        return net.logits.sum(1) * (a + others["a"])
+
+    _, gradients = task.joint_grad(w, example(), {"a": a}, loss)
+    logits = task.net(w, example(), "frozen", dropout=True).logits
+    torch.testing.assert_close(gradients["a"], logits.sum(1).mean().reshape(1))
 
 
 @pytest.mark.parametrize("way", ["loop", "lanes"])

@@ -84,7 +84,7 @@ class LoopTask(ModelTask):
         self.global_buffers = global_buffers
         self.buffers = global_buffers.clone()
         self._fresh = fresh
-        self.received = global_params
+        self.received = (global_params,)
         self.local_params.copy_(global_params)
         if optimizer_state is None and settings.optimizer is not None:
             optimizer_state = settings.optimizer.start(global_params)
@@ -271,8 +271,10 @@ class LoopTask(ModelTask):
     ) -> Constants:
         """Return a context that refuses a loss which depends on variables that are not its own."""
         points = {"w": w, 'state["w"]': self.local_params}
-        if w is self.received:
-            del points["w"]
+        points, others = (
+            {key: tensor for key, tensor in tensors.items() if not self._is_received(tensor)}
+            for tensors in (points, others)
+        )
         return Constants(loss, points, others)
 
     def _flat(self, gradients: tuple[Tensor | None, ...]) -> Tensor:

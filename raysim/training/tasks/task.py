@@ -64,8 +64,8 @@ class ModelTask(Task):
         self.unreached: list[int] | None = None
         """The parameters that no gradient since the last step depended on, as indices of
         `segments`; None before the first gradient."""
-        self.received: Tensor | None = None
-        """The parameters [P] of the broadcast, which are a constant in every loss."""
+        self.received: tuple[Tensor, ...] = ()
+        """Tensors of the broadcast, which a loss may use as constants."""
         self._point: tuple[Tensor, NetAtPoint] | None = None
         """While a loss is computed, the point of its gradient [P], and what makes nets there."""
 
@@ -317,11 +317,15 @@ class ModelTask(Task):
     def _nets_at(self, w: Tensor, make: NetAtPoint) -> Iterator[None]:
         """Let `net` at the vector w return nets through which the gradient at w flows."""
         outer = self._point
-        self._point = None if w is self.received else (w, make)
+        self._point = None if self._is_received(w) else (w, make)
         try:
             yield
         finally:
             self._point = outer
+
+    def _is_received(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is one of the broadcast itself."""
+        return any(tensor is other for other in self.received)
 
     def fisher(self, w: Tensor, data: LocalData, augment: bool = False) -> Tensor:
         """Compute the diagonal of the empirical Fisher information. See `Task.fisher`."""
