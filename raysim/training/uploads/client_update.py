@@ -86,7 +86,6 @@ def check_report(
         ContractError: an upload is missing, not declared or cannot be summed, a metric is not a
             real number, or the client state has other keys or shapes than `state` declares.
     """
-    _check_keys(rule, report)
     for key in sent:
         if key in ("buffers", UNCLIPPED):  # the engine adds them
             continue
@@ -94,6 +93,7 @@ def check_report(
             raise breach(rule, "finish", f"sends no '{key}', which its `sends` promises")
         if (wrong := _why_no_upload(report[key], declared.get(key))) is not None:
             raise breach(rule, "finish", f"sends '{key}' {wrong}")
+    _check_keys(rule, report)
     expected, returned = _shapes(client_state), _shapes(kept)
     if expected == returned:
         _check_types(rule, client_state, kept)
