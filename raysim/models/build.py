@@ -258,8 +258,7 @@ def _refuse_missing_arguments(
         values = f"{', '.join(missing)} {'has' if len(missing) == 1 else 'have'}"
         raise ConfigError(
             f"model.{missing[0]}: {values} no default in '{name}'; give the value beside the name, "
-            f"{{'name': {short}{example}}}, or give an instance of the "
-            "net in Python"
+            f"{{'name': {short}{example}}}, or give an instance of the net in Python"
         )
 
 

@@ -27,7 +27,7 @@ class ForkOrigin:
     changes: str
     """Changed keys with old and new values, as text."""
     tracks: bool
-    """Whether the fork is tracked, as the forked run was."""
+    """True if MLflow tracks the fork."""
 
 
 def start_tracking(

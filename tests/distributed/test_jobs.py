@@ -41,7 +41,7 @@ pytestmark = pytest.mark.ray
 TOKEN = "0123456789" * 4
 
 STARTED = "Ray runtime started"
-"""What `ray start` prints on a node that has joined."""
+"""Output of `ray start` once its node has joined the cluster."""
 
 METHOD = program("jobs_method")
 

@@ -83,5 +83,6 @@ def _uses_python_generator(function: FunctionType) -> bool:
 
 
 def _is_of_random(value: Any) -> bool:
+    """Return whether a value is the module `random`, or a function of its global generator."""
     is_method = isinstance(value, BuiltinMethodType | MethodType)
-    return value is random or (is_method and value.__self__ is random._inst)  # type: ignore[attr-defined]
+    return value is random or (is_method and value.__self__ is random.random.__self__)
