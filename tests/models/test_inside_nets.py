@@ -149,10 +149,10 @@ def test_a_net_keeps_its_vector_as_long_as_somebody_has_it(way):
         _ = task.net(w + k, batch, "frozen", dropout=False).logits
     assert torch.equal(first.logits, together[0])
     if way == "loop":
-        assert len(task.constants._copies) == 6
+        assert len(task.given_nets._copies) == 6
         for k in range(4):
             _ = task.net(w - k, batch, "frozen", dropout=False).logits
-        assert len(task.constants._copies) == 6
+        assert len(task.given_nets._copies) == 6
 
 
 GRADIENTS = {

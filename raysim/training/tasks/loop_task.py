@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from numpy.random import Generator
@@ -22,7 +23,7 @@ from raysim.training.tasks.constants import Constants
 from raysim.training.tasks.fast_gradient import FastGradient, by_autograd
 from raysim.training.tasks.forward_pass import ForwardPass, of_bound
 from raysim.training.tasks.local_step import LocalSettings, step_in_place, steps_in_place
-from raysim.training.tasks.task import ModelTask
+from raysim.training.tasks.task import ModelTask, NetAtPoint
 
 
 class LoopTask(ModelTask):
@@ -49,7 +50,7 @@ class LoopTask(ModelTask):
         self.in_steps = False
         """Whether the client makes its local steps now."""
         self.others = BoundCopies(model, fast)
-        self.constants = BoundCopies(model, constant=True)
+        self.given_nets = BoundCopies(model, constant=True)
 
     def start(
         self,
@@ -102,7 +103,7 @@ class LoopTask(ModelTask):
         self.memo.forget()
         self.unreached = None
         self.others.forget()
-        self.constants.forget()
+        self.given_nets.forget()
 
     @property
     def local_params(self) -> Tensor:
@@ -302,21 +303,15 @@ class LoopTask(ModelTask):
         with self.model.passes():
             return torch.autograd.grad(loss(net, batch).sum(), x)[0]
 
-    def net(
-        self,
-        w: Tensor,
-        batch: Batch | None = None,
-        mode: PassMode = "frozen",
-        buffers: Tensor | None = None,
-        dropout: bool = True,
-    ) -> Net:
-        """Return a forward pass at other parameters. See `Task.net`."""
-        if self._point is not None and w is self._point[0]:
-            return self._point[1](batch, mode, self._statistics(mode, buffers), dropout)
-        copy = self.constants.at(w)
-        net = self._net(copy.bound, batch, mode, self._statistics(mode, buffers), dropout)
-        copy.given_to.add(net)
-        return net
+    def _nets_of(self, w: Tensor) -> NetAtPoint:
+        copy = self.given_nets.at(w)
+
+        def make(*arguments: Any) -> Net:
+            net = self._net(copy.bound, *arguments)
+            copy.given_to.add(net)
+            return net
+
+        return make
 
     def _net(
         self,

@@ -15,7 +15,7 @@ from raysim.rules.contract import State
 from raysim.rules.losses import JointLoss, Loss, Net, task_loss
 from raysim.rules.task import PassMode
 from raysim.training.tasks.forward_pass import ForwardPass, forward_pass
-from raysim.training.tasks.task import ModelTask
+from raysim.training.tasks.task import ModelTask, NetAtPoint
 
 
 class PureTask(ModelTask):
@@ -88,18 +88,8 @@ class PureTask(ModelTask):
         with self.model.passes():
             return torch.func.grad(total)(batch.x)
 
-    def net(
-        self,
-        w: Tensor,
-        batch: Batch | None = None,
-        mode: PassMode = "frozen",
-        buffers: Tensor | None = None,
-        dropout: bool = True,
-    ) -> Net:
-        """Return a forward pass at other parameters. See `Task.net`."""
-        if self._point is not None and w is self._point[0]:
-            return self._point[1](batch, mode, self._statistics(mode, buffers), dropout)
-        return self._net(w, batch, mode, self._statistics(mode, buffers), dropout, [])
+    def _nets_of(self, w: Tensor) -> NetAtPoint:
+        return partial(self._net, w, moved=[])
 
     def _net(
         self,

@@ -313,6 +313,23 @@ class ModelTask(Task):
         """
         return torch.func.grad(total, has_aux=True)(w.expand(count, -1))
 
+    def net(
+        self,
+        w: Tensor,
+        batch: Batch | None = None,
+        mode: PassMode = "frozen",
+        buffers: Tensor | None = None,
+        dropout: bool = True,
+    ) -> Net:
+        """Return a forward pass at other parameters. See `Task.net`."""
+        point = self._point
+        make = point[1] if point is not None and w is point[0] else self._nets_of(w)
+        return make(batch, mode, self._statistics(mode, buffers), dropout)
+
+    @abstractmethod
+    def _nets_of(self, w: Tensor) -> NetAtPoint:
+        """Return what makes forward passes at constant parameters w [P]."""
+
     @contextmanager
     def _nets_at(self, w: Tensor, make: NetAtPoint) -> Iterator[None]:
         """Let `net` at the vector w return nets through which the gradient at w flows."""
