@@ -222,7 +222,7 @@ def _train_one_client(plan: Plan) -> tuple[float, int, int]:
     from raysim.engine.inline_executor import Inline
     from raysim.engine.loop import Engine
     from raysim.engine.round_clients import failed_clients, make_cohort, make_tasks
-    from raysim.server.central_server import RoundCohort
+    from raysim.server.round_cohort import RoundCohort
     from raysim.training.messages import cut_blocks
 
     inline = Inline()

@@ -34,7 +34,7 @@ from raysim.system.json_files import read_json
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan
-    from raysim.server.central_server import RoundCohort
+    from raysim.server.round_cohort import RoundCohort
     from raysim.training.client_start import PreparedClient
     from raysim.training.trainers.trainer import ClientUpdate, Trainer
 

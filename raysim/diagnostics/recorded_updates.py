@@ -27,7 +27,7 @@ from raysim.training.messages import Broadcast
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan
-    from raysim.server.central_server import RoundCohort
+    from raysim.server.round_cohort import RoundCohort
     from raysim.training.client_start import PreparedClient
     from raysim.training.trainers.trainer import ClientUpdate, Trainer
 

@@ -45,7 +45,7 @@ with uncollected():  # the process of an actor imports torch here
     from raysim.engine.process_setup import configure_process, make_server, make_trainer
     from raysim.numerics.fixed_point import FixedTotal, combine
     from raysim.rules.client_sampling import SelectionPool
-    from raysim.server.central_server import RoundCohort
+    from raysim.server.round_cohort import RoundCohort
     from raysim.server.selection import Candidates
     from raysim.training.messages import Block, Broadcast, EvaluationParts, WorkerResult
 

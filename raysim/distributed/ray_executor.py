@@ -29,7 +29,7 @@ from raysim.engine.plan import Plan
 from raysim.errors import RaysimError, round_name
 from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import State
-from raysim.server.central_server import RoundCohort
+from raysim.server.round_cohort import RoundCohort
 from raysim.server.selection import Candidates
 from raysim.system.signals import Stopped
 from raysim.training.messages import Block, Broadcast, EvaluationParts

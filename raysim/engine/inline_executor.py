@@ -20,7 +20,7 @@ from raysim.engine.process_setup import configure_process, make_server, make_tra
 from raysim.errors import RaysimError
 from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import State
-from raysim.server.central_server import RoundCohort
+from raysim.server.round_cohort import RoundCohort
 from raysim.server.selection import Candidates
 from raysim.training.messages import Block, Broadcast, EvaluationParts
 from raysim.training.trainers.group_trainer import GroupTrainer

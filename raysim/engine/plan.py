@@ -30,9 +30,9 @@ from raysim.rules.rule import Problem
 from raysim.rules.tasks.learning_task import LearningTask, TaskMetric
 from raysim.rules.upload_stages import UploadStage
 from raysim.rules.uploads import with_mode
-from raysim.server.central_server import RoundCohort
 from raysim.server.collusion import Collusion, colludes
 from raysim.server.first_broadcast import shapes_of_first_broadcast
+from raysim.server.round_cohort import RoundCohort
 from raysim.system.torchvision_operators import OperatorsOfDriver
 from raysim.training.batches.batch_order import local_steps
 from raysim.training.client_start import PreparedClient

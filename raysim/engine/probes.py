@@ -24,7 +24,7 @@ from raysim.engine.plan import (
 )
 from raysim.errors import ProbeError, round_name
 from raysim.rules.errors.user_code import translate_errors
-from raysim.server.central_server import RoundCohort
+from raysim.server.round_cohort import RoundCohort
 from raysim.training.client_start import PreparedClient
 from raysim.training.messages import WorkerResult
 from raysim.training.trainers.trainer import Measure, Trainer

@@ -21,7 +21,7 @@ from raysim.rules.contract import ServerRule
 from raysim.rules.errors.user_code import breach
 from raysim.rules.rule import Problem
 from raysim.schedule import ScheduledRound
-from raysim.server.central_server import RoundCohort
+from raysim.server.round_cohort import RoundCohort
 from raysim.server.update_checks import errors_name_rule
 from raysim.training.messages import ClientTask
 

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from raysim.rules.contract import ServerRule
 from raysim.rules.rule import Problem
-from raysim.server.central_server import RoundCohort, Server
+from raysim.server.central_server import Server
+from raysim.server.round_cohort import RoundCohort
 from raysim.training.messages import Broadcast
 
 

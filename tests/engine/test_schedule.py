@@ -40,7 +40,7 @@ from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
 from raysim.runs.resume import resume
 from raysim.schedule.client_times import ClientTimes
-from raysim.server.central_server import RoundCohort
+from raysim.server.round_cohort import RoundCohort
 from raysim.tracking import spool_sender as tracking
 from raysim.training.batches.batch_order import local_steps
 from raysim.training.messages import Block, ClientTask

@@ -11,7 +11,7 @@ import torch
 from raysim.engine.executor import PendingServerStep, RoundResults
 from raysim.engine.inline_executor import Inline
 from raysim.engine.plan import Plan
-from raysim.server.central_server import RoundCohort
+from raysim.server.round_cohort import RoundCohort
 
 
 class Watched(Inline):

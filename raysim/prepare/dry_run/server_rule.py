@@ -42,7 +42,7 @@ from raysim.rules.contract import ServerRule, State, overridden
 from raysim.rules.errors.user_code import breach
 from raysim.rules.methods.registry import is_tried
 from raysim.schedule import Synchronous, make_schedule
-from raysim.server.central_server import RoundCohort
+from raysim.server.round_cohort import RoundCohort
 from raysim.server.selection import ClientHistory
 from raysim.spelling import did_you_mean
 from raysim.system.processes import limited

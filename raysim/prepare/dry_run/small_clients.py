@@ -14,8 +14,9 @@ from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import make_public_data
 from raysim.errors import RaysimError
-from raysim.server.central_server import RoundCohort, Server
+from raysim.server.central_server import Server
 from raysim.server.first_broadcast import first_broadcast
+from raysim.server.round_cohort import RoundCohort
 from raysim.training.batches.batch_order import batch_slice, batches_per_pass
 from raysim.training.groups import ClientGroup, WorkerParts
 from raysim.training.messages import Broadcast, ClientTask

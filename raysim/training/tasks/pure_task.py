@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raysim.rules.batch import Batch
 from raysim.rules.contract import State
-from raysim.rules.losses import JointLoss, Loss, Net, task_loss
+from raysim.rules.losses import JointLoss, Loss, task_loss
 from raysim.rules.task import PassMode
 from raysim.training.tasks.forward_pass import ForwardPass, forward_pass
 from raysim.training.tasks.task import ModelTask, NetAtPoint
