@@ -213,7 +213,7 @@ MUTATIONS = (
     ),
     Mutation(
         "server: staleness is one too large",
-        "raysim/server/central_server.py",
+        "raysim/server/round_cohort.py",
         "staleness=[self.t - self.bases[i] for i in positions]",
         "staleness=[self.t - self.bases[i] + 1 for i in positions]",
         ASYNCHRONOUS,
