@@ -264,4 +264,5 @@ class Config(Section):
 
     def dump(self) -> str:
         """Return YAML that reads back to this configuration."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        dumper = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
+        return yaml.dump(self.model_dump(mode="json"), Dumper=dumper, sort_keys=False)

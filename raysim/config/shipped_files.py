@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ FOLDER = "configs/"
 """Beginning of the path of a shipped file, in a clone and from any other folder."""
 
 
+@cache
 def shipped_files(kind: str = "yaml") -> dict[str, Path]:
     """Return the shipped files of a kind by their paths below configs/, without the ending.
 

@@ -300,7 +300,7 @@ def _noisy(plan: Plan) -> bool:
     batch = plan.config.local.batch_size
     data = plan.dataset
     uses_minibatches = batch != "full" and int(plan.clients.sizes.max()) > batch
-    return uses_minibatches or data.pad > 0 or data.flip or bool(plan.model().dropouts)
+    return uses_minibatches or data.pad > 0 or data.flip or bool(plan.idle_model.dropouts)
 
 
 def theorem_inputs(plan: Plan) -> TheoremInputs:
@@ -358,7 +358,7 @@ class ConvergenceMonitor(Probe):
     def check(self, plan: Plan) -> None:
         """Check that the theorem's terms can be measured. See `Probe.check`."""
         config = plan.config
-        model = plan.model()
+        model = plan.idle_model
         passes = full_gradients.GRADIENT_FORWARD_PASSES
         if self.L is None:
             passes += full_gradients.CURVATURE_FORWARD_PASSES

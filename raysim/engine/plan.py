@@ -107,7 +107,9 @@ class Plan:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle; unpickling the other fields needs the first ones."""
         before_fields = {"environment": EnvironmentOfDriver(), "operators": OperatorsOfDriver()}
-        return {**before_fields, "code": self.code, **self.__dict__}
+        state = {**before_fields, "code": self.code, **self.__dict__}
+        state.pop("idle_model", None)  # workers build their own
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the fields; `environment` and `operators` have done their work."""
@@ -168,6 +170,11 @@ class Plan:
             check_same_outputs(model, self.outputs)
         return model
 
+    @cached_property
+    def idle_model(self) -> Model:
+        """The net on the CPU for names, masks and first values; nothing trains on it."""
+        return self.model()
+
     def state_dict(self, snapshot: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
         """Return a copy of the net's tensors by name, as `load_state_dict` takes them.
 
@@ -175,7 +182,7 @@ class Plan:
             snapshot: the server's state, as `Server.snapshot` returned it.
             x: the parameters, [P].
         """
-        model = self.model()
+        model = self.idle_model
         if self.server.changes_frozen:
             model.set_frozen(snapshot["state/frozen"])
         return model.state_dict(x, snapshot["buffers"])
@@ -235,7 +242,7 @@ class Plan:
     @cached_property
     def _derived(self) -> tuple[tuple[Tensor, Tensor], PersonalParts, bool]:
         """`initial`, `personal` and `needs_two_examples`, from one copy of the net."""
-        model = self.model()
+        model = copy.copy(self.idle_model)
         if self.config.local.buffers == "frozen":
             model.freeze_statistics()
         personal = personal_parts(self.config, self.client, model)

@@ -6,7 +6,7 @@ import platform
 import re
 import shlex
 import sys
-from functools import lru_cache
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -45,6 +45,7 @@ def command_tag(name: str = "command") -> dict[str, str]:
     return {name: command} if command else {}
 
 
+@cache
 def versions() -> dict[str, str]:
     """Return the versions, by name, on which the result of a run may depend.
 
@@ -66,7 +67,7 @@ HEADER = {
 """The lines of a package's metadata with its name and its version."""
 
 
-@lru_cache(maxsize=1)
+@cache
 def installed_packages() -> str:
     """Return the installed packages as a requirements file."""
     versions_by_name = {}

@@ -407,7 +407,7 @@ def write_parameters(plan: Plan, named: dict[str, Tensor], folder: Path) -> None
         Unwritable: the file cannot be written, for example because the disk is full. The last
             checkpoint still contains the parameters.
     """
-    order = json.dumps([name.removeprefix("0.") for name in plan.model().names])
+    order = json.dumps(plan.problem.names)
     try:
         with files.whole(folder / PARAMETERS_FILE) as partial:
             save_file(named, partial, {PARAMETER_ORDER_KEY: order})

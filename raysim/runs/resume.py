@@ -337,7 +337,7 @@ def _check_privacy(before: Plan, plan: Plan, changed: Mapping[str, Any]) -> None
 
 def _kept_tensors(plan: Plan) -> set[str]:
     """Return the names of what a client keeps between rounds."""
-    model = plan.model()
+    model = plan.idle_model
     names = set(plan.personal.keys)
     names |= set(map(last_upload_key, with_mode(plan.server.uploads, "difference")))
     for group in (ClientGroup("", plan.client, plan.config, plan.stages), *plan.groups):
