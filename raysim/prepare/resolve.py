@@ -15,7 +15,7 @@ import torch
 from raysim.config import explain, loading, tracking_uri
 from raysim.config.references import reading_once
 from raysim.config.schema import Config
-from raysim.config.sections.base import name_of, named
+from raysim.config.sections.base import name_of, named, with_value
 from raysim.config.sections.data import AnyData
 from raysim.data import Dataset, load_dataset
 from raysim.data.partition.groups import local_of_groups
@@ -242,9 +242,7 @@ def _with_full_reference(config: Config) -> Config:
     if config.algorithm is None:
         return config
     name = registry.full_reference("algorithm", config.algorithm.name)
-    return config.model_copy(
-        update={"algorithm": config.algorithm.model_copy(update={"name": name})}
-    )
+    return with_value(config, "algorithm.name", name)
 
 
 def record_files(config: Config, dataset: Dataset) -> Config:

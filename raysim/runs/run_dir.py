@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from raysim.config.schema import Config
+from raysim.config.sections.base import with_value
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
 from raysim.engine.plan import Plan
 from raysim.engine.state import checkpoint
@@ -237,8 +238,7 @@ def without_secrets(config: Config) -> Config:
         config: the configuration of the run.
     """
     uri = redacted_uri(absolute_uri(config.tracking.uri))
-    section = config.tracking.model_copy(update={"uri": uri})
-    return config.model_copy(update={"tracking": section})
+    return with_value(config, "tracking.uri", uri)
 
 
 def forget(run_dir: Path) -> None:

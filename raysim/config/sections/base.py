@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -154,6 +154,26 @@ class ShortForm(BeforeValidator):
             names = sorted(kinds["choices"].keys() - {"own"})
             short = [{"enum": names}, *([OWN_CODE] if "own" in kinds["choices"] else [])]
         return {"anyOf": [*short, *schema.get("oneOf", [schema])]}
+
+
+AnySection = TypeVar("AnySection", bound=BaseModel | dict[str, Any])
+
+
+def with_value(section: AnySection, key: str, value: Any) -> AnySection:
+    """Return a section with another value of one key; the value is not validated.
+
+    Args:
+        section: the section, or sections by name, which stay as they are.
+        key: the key, with dots for one of a section inside.
+        value: its new value.
+    """
+    name, _, rest = key.partition(".")
+    if rest:
+        inner = section[name] if isinstance(section, dict) else getattr(section, name)
+        value = with_value(inner, rest, value)
+    if isinstance(section, dict):
+        return {**section, name: value}  # pyright: ignore[reportReturnType]
+    return section.model_copy(update={name: value})
 
 
 def named(value: Any) -> Any:
