@@ -7,36 +7,25 @@ from pathlib import Path
 from raysim.config.schema import Config
 from raysim.config.sections.base import with_value
 from raysim.config.sections.data import Arrays, Data, HuggingFace
+from raysim.errors import errors_begin
 from raysim.models import build
 from raysim.models.initial import weights
 from raysim.prepare.file_digests import own_paths
-
-
-def with_run_folder(config: Config) -> Config:
-    """Return the configuration in which `model.init_from` names a run by its folder, not by its id.
-
-    Args:
-        config: the configuration; without the id of a run in `model.init_from` it is returned
-            unchanged.
-
-    Raises:
-        ConfigError: the tracking store has no such run.
-    """
-    source = _initial_weights(config)
-    if not weights.is_run_id(source):
-        return config
-    folder = weights.run_folder(source, config.tracking.uri)
-    return with_value(config, "model.init_from", folder)
+from raysim.tracking.mlflow_process.run_client import folder_of_tracked_run
 
 
 def with_absolute_paths(config: Config) -> Config:
     """Return the configuration with absolute paths of the files that its own keys name.
 
     So a run can be resumed and loaded from another folder. Names of a hub, names that begin with a
-    scheme, and the parameters of users' code stay as they are.
+    scheme, and the parameters of users' code stay as they are. A run that `model.init_from` names
+    by its id is named by its folder.
 
     Args:
         config: the configuration of a run.
+
+    Raises:
+        ConfigError: the tracking store has no run of that id.
     """
     paths: dict[str, str | None] = dict(own_paths(config))
     data = config.data
@@ -44,6 +33,9 @@ def with_absolute_paths(config: Config) -> Config:
     if isinstance(data, Data | Arrays | HuggingFace) and not is_on_hub:
         paths["data.path"] = data.path
     source = _initial_weights(config)
+    if weights.is_run_id(source):
+        with errors_begin("model.init_from: "):
+            source = folder_of_tracked_run(source, config.tracking.uri)
     if source and not source.startswith((weights.TORCHVISION, weights.HUGGING_FACE)):
         paths["model.init_from"] = source
     for key, path in paths.items():

@@ -26,7 +26,7 @@ from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import sample_outputs
 from raysim.models.checks.deterministic_layers import check_deterministic_layers
 from raysim.prepare import configured_probes, file_digests
-from raysim.prepare.absolute_paths import with_absolute_paths, with_run_folder
+from raysim.prepare.absolute_paths import with_absolute_paths
 from raysim.prepare.checks import logged_metrics, machine
 from raysim.prepare.checks import rules as rule_checks
 from raysim.prepare.checks.clients import check_client_evaluation, check_cohort
@@ -221,7 +221,7 @@ def load_config(raw: Mapping[str, Any]) -> Config:
     clients = getattr(config.partition, "clients", None)
     if clients is not None:
         check_cohort(config.schedule, clients)
-    return with_absolute_paths(with_run_folder(config))
+    return with_absolute_paths(config)
 
 
 def _refuse_bare_hyperparameters(raw: Mapping[str, Any]) -> None:

@@ -222,8 +222,6 @@ class _RunEnd:
     """Exception that stopped the run, or None."""
     result: RunResult | None = None
     """Result of the run; None after an error."""
-    stopped: str = ""
-    """Reason for which `progress` ended the run early; "" if it did not."""
     failures: list[str] = field(default_factory=list)
     """Last steps that failed, each with its error."""
 
@@ -231,7 +229,7 @@ class _RunEnd:
     def status(self) -> Status:
         """Status of the run in MLflow."""
         if self.error is None:
-            return "KILLED" if self.stopped else "FINISHED"
+            return "KILLED" if self.result and self.result.stopped else "FINISHED"
         return "FAILED" if isinstance(self.error, Exception) else "KILLED"
 
     @property
@@ -356,7 +354,7 @@ class _OpenRun:
             seconds,
             engine.stopped,
         )
-        self.end.result, self.end.stopped = result, result.stopped
+        self.end.result = result
         if engine.last_evaluation:
             self.tracker.metrics(engine.last_evaluation, step=result.rounds)
         self.tracker.metrics(best_figures(result.metrics), step=result.rounds)

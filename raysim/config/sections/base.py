@@ -65,20 +65,24 @@ def at_round(value: float | list, t: int) -> float:
     return [v for start, v in value if start <= t][-1]
 
 
-def _bounds(value: Any) -> tuple[float, float]:
-    """Return the smallest and the largest value of a number or schedule."""
+def bounds(value: float | list) -> tuple[float, float]:
+    """Return the smallest and the largest value of a `Scheduled`.
+
+    Args:
+        value: a number, or a list of (first round, value).
+    """
     values = [v for _, v in value] if isinstance(value, list) else [value]
     return min(values), max(values)
 
 
 def _positive_throughout(value: Any) -> Any:
-    if _bounds(value)[0] <= 0:
+    if bounds(value)[0] <= 0:
         raise ValueError("must be greater than 0 in every round")
     return value
 
 
 def _unit_throughout(value: Any) -> Any:
-    smallest, largest = _bounds(value)
+    smallest, largest = bounds(value)
     if smallest < 0 or largest >= 1:
         raise ValueError("must be at least 0 and below 1 in every round")
     return value
