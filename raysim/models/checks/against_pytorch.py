@@ -128,9 +128,7 @@ def sample_outputs(model: Model) -> Tensor:
     Returns:
         All numbers of both in a row; the two may have different shapes.
     """
-    bound = BoundModel(model)
-    w, buffers = model.initial()
-    bound.w.copy_(w)
+    bound, buffers = BoundModel.at_start(model)
     x, _ = model.examples(EXAMPLES)
     return torch.cat([bound.forward(x, mode, buffers).flatten() for mode in ("frozen", "eval")])
 
@@ -186,10 +184,8 @@ def _try_dropout(model: Model, x: Tensor, y: Tensor) -> None:
     if not model.dropouts:
         return
     seed = [torch.tensor(0)] if model.draws else []
-    bound = BoundModel(model)
-    w, buffers = model.initial()
-    bound.w.copy_(w)
-    masks = [w.new_ones(mask.shape(len(x))) for mask in model.dropouts]
+    bound, buffers = BoundModel.at_start(model)
+    masks = [bound.w.new_ones(mask.shape(len(x))) for mask in model.dropouts]
     outputs = bound.forward(model.as_trained(x), "train", buffers, (*masks, *seed))
     loss = _mean_loss(model, outputs, x, y)
     if loss.requires_grad:
