@@ -29,7 +29,7 @@ from raysim.runs.artifacts.export import log_models
 from raysim.runs.artifacts.written_files import write_artifacts
 from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.python_inputs import named_inputs, named_source
-from raysim.runs.result import RunResult, best_figures, parameters_digest, write_parameters
+from raysim.runs.result import RunResult, best_figures, write_parameters
 from raysim.runs.run_dir import (
     PARAMETERS_FILE,
     STORE_TO_KEEP,
@@ -343,16 +343,9 @@ class _OpenRun:
         # The parameter file marks a finished run. A stopped run has them in its checkpoint.
         if not engine.stopped:
             write_parameters(plan, named, self.run_dir)
+        config = without_secrets(plan.config)
         result = RunResult(
-            engine.run_id,
-            self.run_dir,
-            without_secrets(plan.config),
-            engine.history,
-            x,
-            named,
-            parameters_digest(x),
-            seconds,
-            engine.stopped,
+            engine.run_id, self.run_dir, config, engine.history, x, named, seconds, engine.stopped
         )
         self.end.result = result
         if engine.last_evaluation:
