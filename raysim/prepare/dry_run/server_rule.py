@@ -43,6 +43,7 @@ from raysim.schedule import Synchronous, make_schedule
 from raysim.server.central_server import RoundCohort
 from raysim.server.selection import ClientHistory
 from raysim.spelling import did_you_mean
+from raysim.training.groups import ClientGroup
 from raysim.training.messages import Block, Broadcast, ClientTask
 from raysim.training.trainers.group_trainer import GroupTrainer
 
@@ -203,12 +204,11 @@ def _reported_metrics(plan: Plan) -> set[str] | None:
     Raises:
         RaysimError: the server rule fails, or breaks its contract.
     """
-    groups = {"": (plan.config, plan.client, plan.stages)}
-    groups |= {group.name: (group.config, group.rule, group.stages) for group in plan.groups}
+    others = ClientGroup("", plan.client, plan.config, plan.stages)
     names: set[str] = set()
-    for name, (config, rule, stages) in groups.items():
-        of_group = replace(plan, config=config, client=rule, stages=stages)
-        trainer, broadcast, tasks = SmallClients(of_group, name).stage()
+    for group in (others, *plan.groups):
+        of_group = replace(plan, config=group.config, client=group.rule, stages=group.stages)
+        trainer, broadcast, tasks = SmallClients(of_group, group.name).stage()
         for t in range(min(2, plan.config.rounds)):
             tasks = [replace(task, base=t) for task in tasks]
             updates = trainer.train_block({t: broadcast}, Block(0, tasks))
