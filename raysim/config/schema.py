@@ -56,7 +56,7 @@ FEDAVG = "fedavg"
 GENERAL = "general"
 """Family of the methods whose files are in no folder of a family."""
 
-KEYS_OF_FILES = ("data.path", "partition.path", "model.init_from")
+KEYS_WITH_DIGESTS = ("data.path", "partition.path", "model.init_from")
 """Keys that are no part of a run's identity where `files` has the digest of what they name."""
 
 
@@ -245,7 +245,7 @@ class Config(Section):
     def _replace_paths_by_contents(self, whole: dict[str, Any]) -> None:
         """Replace paths by digests: contents determine the result, and not where files lie."""
         digests = {k: v for k, v in (self.files or {}).items() if self.determines_result(k)}
-        for key in KEYS_OF_FILES:
+        for key in KEYS_WITH_DIGESTS:
             section, name = key.split(".")
             if whole[section].get(name, ...) in digests.get(key, ()):
                 whole[section].pop(name)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysim.config.references import load_object
-from raysim.errors import ConfigError, with_users_line
+from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean, lacking
-from raysim.system.signals import reraise_stop
+from raysim.system.signals import failing_as
 
 
 def call_function(section: str, name: str, keys: Mapping[str, Any], *arguments: Any) -> Any:
@@ -42,15 +42,11 @@ def users_function(
     if not callable(function):
         raise ConfigError(f"{section}.name: {name} is not a function")
     _check_arguments(section, name, function, keys, n_arguments)
+    failed = f"{section}.name: {name} failed"
 
     def call(*arguments: Any) -> Any:
-        try:
+        with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ConfigError,)):
             return function(*arguments, **keys)
-        except ConfigError:
-            raise
-        except BaseException as error:
-            reraise_stop(error)
-            raise ConfigError(f"{section}.name: {name} failed: {with_users_line(error)}") from None
 
     return call
 

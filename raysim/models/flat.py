@@ -228,8 +228,7 @@ class Model:
 
     def _passes_at_start(self) -> Callable[[Tensor, PassMode], Tensor]:
         """Return a function that makes a pass at the first parameters and statistics."""
-        bound = BoundModel(self)
-        bound.w.copy_(self.initial()[0])
+        bound, _ = BoundModel.at_start(self)
         return lambda x, mode: bound.forward(x, mode, self.initial_buffers())
 
     def as_trained(self, x: Tensor) -> Tensor:
@@ -566,6 +565,18 @@ class BoundModel:
         self.views = list(model.views(self.w).values())
         for p, view in zip(self.parameters, self.views, strict=True):
             p.data = view
+
+    @classmethod
+    def at_start(cls, model: Model) -> tuple[BoundModel, Tensor]:
+        """Return a copy of a model at its initial parameters, and its initial statistics [Q].
+
+        Args:
+            model: the model.
+        """
+        bound = cls(model)
+        w, buffers = model.initial()
+        bound.w.copy_(w)
+        return bound, buffers
 
     def forward(
         self,

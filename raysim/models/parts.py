@@ -41,6 +41,16 @@ def own_name(name: str) -> str:
     return layers[-1] if "parametrizations" in layers[-2:] else last
 
 
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern is that of a tensor, or of a module around it.
+
+    Args:
+        name: name of the tensor.
+        pattern: a name with `*` and `?`.
+    """
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
 def parameters_in_part(
     net: nn.Module,
     pattern: str,
@@ -73,7 +83,7 @@ def parameters_in_part(
             return owner is classifier
         if pattern == "norm":
             return isinstance(owner, NORMALISATION)
-        return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+        return matches(name, pattern)
 
     # A tensor that two layers share has two names.
     in_part = {id(p) for name, p in parameters.items() if is_in_part(name)}

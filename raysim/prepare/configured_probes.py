@@ -12,7 +12,7 @@ from typing import Any
 from raysim.config import entry_points
 from raysim.config.references import load_object
 from raysim.config.schema import Config
-from raysim.config.sections.base import Named
+from raysim.config.sections.base import Named, with_value
 from raysim.engine.plan import (
     Plan,
     Probe,
@@ -168,6 +168,4 @@ def with_probe_parameters(config: Config, attached_probes: Sequence[Probe]) -> C
         Named.model_validate({"name": named.name, **probe_parameters(probe)})
         for named, probe in sections
     )
-    return config.model_copy(
-        update={"evaluate": config.evaluate.model_copy(update={"probes": probes})}
-    )
+    return with_value(config, "evaluate.probes", probes)

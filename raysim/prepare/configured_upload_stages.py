@@ -9,7 +9,7 @@ import torch
 
 from raysim.config.references import load_object
 from raysim.config.schema import Config
-from raysim.config.sections.base import Named, Section
+from raysim.config.sections.base import Named, with_value
 from raysim.errors import ConfigError, ContractError
 from raysim.models.comparison import same_values
 from raysim.models.flat import Model
@@ -158,23 +158,10 @@ def with_stage_parameters(config: Config, stages: Mapping[str, Sequence[UploadSt
         config: the configuration of the run.
         stages: its stages, by their configuration keys.
     """
-
-    def written(local: Section, key: str) -> Section:
-        named = config.uploads.get(key, ())
-        if not named:
-            return local
+    for key, named in config.uploads.items():
         sections = tuple(
             Named.model_validate({"name": section.name, **asdict(stage)})
             for section, stage in zip(named, stages[key], strict=True)
         )
-        return local.model_copy(update={"upload": sections})
-
-    groups = {
-        name: group.model_copy(
-            update={"local": written(group.local, f"groups.{name}.local.upload")}
-        )
-        for name, group in config.groups.items()
-    }
-    return config.model_copy(
-        update={"local": written(config.local, "local.upload"), "groups": groups}
-    )
+        config = with_value(config, key, sections)
+    return config

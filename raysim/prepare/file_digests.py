@@ -79,6 +79,10 @@ PARTS_WITH_CODE = ("schedule.sampling", "local.lr", "local.upload.")
 """Beginnings of the keys of other parts of the configuration whose `name` can refer to code."""
 
 
+PARTS_WITH_PATHS = ("client", "server", "model", "data", "partition")
+"""Last parts of the keys of sections whose parameters may name files."""
+
+
 def of_code(config: Config) -> FileDigests:
     """Return the digests of the code of rules, net and probes, without running users' files.
 
@@ -164,7 +168,7 @@ def of_data(config: Config, dataset: Dataset) -> FileDigests:
     """
     digests: FileDigests = {}
     recorded = config.files or {}
-    for key, path in _paths(config, recorded):
+    for key, path in [*_path_parameters(config, recorded), *own_paths(config)]:
         was_empty = recorded.get(key, {}).get(path) == EMPTY_FILE_SHA256
         digest = EMPTY_FILE_SHA256 if was_empty else _of_path(Path(path).expanduser(), key)
         digests[key] = {path: digest}
@@ -174,12 +178,6 @@ def of_data(config: Config, dataset: Dataset) -> FileDigests:
         digests["model.init_from"] = {source: whole}
     # Examples come last: a change of a file that they are read from is the cause.
     return digests | _examples_digest(config, dataset)
-
-
-def _paths(config: Config, recorded: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield each key that names a file, except those of examples and initial weights."""
-    yield from _path_parameters(config, recorded)
-    yield from own_paths(config)
 
 
 def own_paths(config: Config) -> Iterator[tuple[str, str]]:
@@ -280,7 +278,8 @@ def references(config: Config) -> Iterator[tuple[str, str]]:
     Args:
         config: the configuration of the run.
     """
-    for key, name in _names(config):
+    for key, named in _named_sections(config).items():
+        name = named.name
         section = key.rstrip(".0123456789").rpartition(".")[2]
         if ":" in name:
             yield key, name
@@ -288,36 +287,21 @@ def references(config: Config) -> Iterator[tuple[str, str]]:
             yield key, found
 
 
-def _names(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield each key whose section can name code, with that name."""
-    for key, section in _sections_with_code(config):
-        yield key, section.name
-    for i, metric in enumerate(config.evaluate.metrics or ()):
-        yield f"evaluate.metrics.{i}", metric
-    for key, probe in config.evaluate.named_probes().items():
-        yield key, probe.name
-    sections = {
-        "data": config.data if isinstance(config.data, OwnData) else None,
-        "partition": config.partition,
-        "partition.phases": config.partition.phases,
-        **config.own_step_sizes(),
-        "schedule.sampling": getattr(config.schedule, "sampling", None),
-    }
-    for key, section in sections.items():
-        if section is not None:
-            yield key, section.name
-    for key, stages in config.uploads.items():
-        for i, stage in enumerate(stages):
-            yield f"{key}.{i}", stage.name
-
-
-def _sections_with_code(config: Config) -> Iterator[tuple[str, Named]]:
-    """Yield the sections of rules and net, those of groups too, with their keys."""
-    sections = {key: getattr(config, key) for key in SECTIONS_WITH_CODE}
+def _named_sections(config: Config) -> dict[str, Any]:
+    """Return the sections whose `name` can be code, by their keys."""
+    sections: dict[str, Any] = {key: getattr(config, key) for key in SECTIONS_WITH_CODE}
     sections |= {f"groups.{name}.client": group.client for name, group in config.groups.items()}
-    for key, section in sections.items():
-        if section is not None:
-            yield key, section
+    for i, name in enumerate(config.evaluate.metrics or ()):
+        sections[f"evaluate.metrics.{i}"] = Named(name=name)
+    sections |= config.evaluate.named_probes()
+    sections["data"] = config.data if isinstance(config.data, OwnData) else None
+    sections["partition"] = config.partition
+    sections["partition.phases"] = config.partition.phases
+    sections |= config.own_step_sizes()
+    sections["schedule.sampling"] = getattr(config.schedule, "sampling", None)
+    for key, stages in config.uploads.items():
+        sections |= {f"{key}.{i}": stage for i, stage in enumerate(stages)}
+    return {key: section for key, section in sections.items() if section is not None}
 
 
 def _path_parameters(
@@ -327,13 +311,8 @@ def _path_parameters(
 
     Only parameters that accept any text count.
     """
-    sections = [
-        *_sections_with_code(config),
-        ("data", config.data),
-        ("partition", config.partition),
-    ]
-    for key, section in sections:
-        if key in ("algorithm", "task") or not isinstance(section, Named):
+    for key, section in _named_sections(config).items():
+        if key.rpartition(".")[2] not in PARTS_WITH_PATHS or not isinstance(section, Named):
             continue
         for place, text in _parameter_texts(key, section):
             # What was a path when the run began stays one, so that a missing file is noticed.

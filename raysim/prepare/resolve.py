@@ -15,7 +15,7 @@ import torch
 from raysim.config import explain, loading, tracking_uri
 from raysim.config.references import reading_once
 from raysim.config.schema import Config
-from raysim.config.sections.base import name_of, named
+from raysim.config.sections.base import name_of, named, with_value
 from raysim.config.sections.data import AnyData
 from raysim.data import Dataset, load_dataset
 from raysim.data.partition.groups import local_of_groups
@@ -26,7 +26,7 @@ from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import sample_outputs
 from raysim.models.checks.deterministic_layers import check_deterministic_layers
 from raysim.prepare import configured_probes, file_digests
-from raysim.prepare.absolute_paths import with_absolute_paths, with_run_folder
+from raysim.prepare.absolute_paths import with_absolute_paths
 from raysim.prepare.checks import logged_metrics, machine
 from raysim.prepare.checks import rules as rule_checks
 from raysim.prepare.checks.clients import check_client_evaluation, check_cohort
@@ -221,7 +221,7 @@ def load_config(raw: Mapping[str, Any]) -> Config:
     clients = getattr(config.partition, "clients", None)
     if clients is not None:
         check_cohort(config.schedule, clients)
-    return with_absolute_paths(with_run_folder(config))
+    return with_absolute_paths(config)
 
 
 def _refuse_bare_hyperparameters(raw: Mapping[str, Any]) -> None:
@@ -242,9 +242,7 @@ def _with_full_reference(config: Config) -> Config:
     if config.algorithm is None:
         return config
     name = registry.full_reference("algorithm", config.algorithm.name)
-    return config.model_copy(
-        update={"algorithm": config.algorithm.model_copy(update={"name": name})}
-    )
+    return with_value(config, "algorithm.name", name)
 
 
 def record_files(config: Config, dataset: Dataset) -> Config:

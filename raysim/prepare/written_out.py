@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from raysim.config.schema import Config
-from raysim.config.sections.base import Named
+from raysim.config.sections.base import Named, with_value
 from raysim.config.sections.evaluation import BestBy, Evaluate, OwnMetric, Stop
 from raysim.engine.plan import Probe
 from raysim.metrics import (
@@ -36,17 +36,15 @@ def write_out(
 
     A configuration that is written out means the same in later versions.
     """
-    groups = {}
     for name, group in config.groups.items():
         client = group.client and _with_parameters(group.client.name, rules.groups[name])
-        groups[name] = group.model_copy(update={"client": client})
+        config = with_value(config, f"groups.{name}.client", client)
     evaluate = _evaluate_section(config, workload.learning_task, workload.metrics)
     own_rules = (rules.client, rules.server, *rules.groups.values())
     model = {"name": config.model.name, **build.net_arguments(config.model)}
     update = {
         "client": _rule_section(config, config.client, rules.client),
         "server": _rule_section(config, config.server, rules.server),
-        "groups": groups,
         "algorithm": config.algorithm and Named(name=config.algorithm.name),
         "model": Named.model_validate(model),
         "batching": config.batching.model_copy(

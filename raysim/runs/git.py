@@ -55,14 +55,7 @@ def _raysim_commit() -> str | None:
 
 def _describe(folder: Path) -> str | None:
     """Return the commit of the repository around a folder, with a suffix if dirty; or None."""
-    command = [
-        "git",
-        "describe",
-        "--always",
-        "--abbrev=64",
-        "--exclude=*",
-        f"--dirty={DIRTY_SUFFIX}",
-    ]
+    command = f"git describe --always --abbrev=64 --exclude=* --dirty={DIRTY_SUFFIX}".split()
     # Git sets variables for hooks and for `git rebase --exec`; they name the repository that it
     # works on. GIT_CONFIG_* are the user's settings.
     environment = {

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from raysim.by_key import by_key
 from raysim.config import loading
 from raysim.config.objects import python_objects
 from raysim.config.objects.description import THE_RUN
 from raysim.config.objects.python_objects import PREFIX, UNREADABLE, ObjectMissing, label_of
 from raysim.errors import ConfigError
 from raysim.runs.run_dir import PARAMETERS_FILE, SOURCES_FOLDER
+from raysim.spelling import lacking
 
 Objects = Mapping[str, Any]
 """Values of keys that were given as objects: names of objects, or lists with such names."""
@@ -185,21 +187,19 @@ def _another(folder: Path, reason: str, given: str) -> ConfigError:
 
 def _difference(folder: Path, texts: Mapping[str, bytes]) -> str:
     """Return in which source or value the texts of an object differ from those of a run."""
-    kept: dict[str, set[bytes]] = {}
-    for path in folder.glob("*/*"):  # sections with equal texts share one folder
-        if path.is_file():
-            kept.setdefault(path.name, set()).add(path.read_bytes())
+    # Sections with equal texts share one folder.
+    kept = by_key(filter(Path.is_file, folder.glob("*/*")), lambda path: path.name)
     # A changed source may change values, and both what the object itself holds.
     for file in sorted(texts, key=lambda file: (file == f"{THE_RUN}.txt", file.endswith(".txt"))):
-        if texts[file] in kept.get(file, ()):
+        before = [path.read_bytes() for path in kept.get(file, ())]
+        if texts[file] in before:
             continue
         name, _, kind = file.rpartition(".")
         if kind == "py":
             return f"the source of '{name}' is another one"
         if name == THE_RUN:
             return "its weights, attributes or arguments are others"
-        before = {line for text in kept.get(file, ()) for line in text.splitlines()}
-        lines = [line for line in texts[file].splitlines() if line not in before]
+        lines = lacking(texts[file].splitlines(), b"\n".join(before).splitlines())
         changed = [line.partition(b"(")[0] for line in lines]
         values = [value.decode() for value in changed if re.fullmatch(rb"[\w.-]+", value)]
         return f"'{name}' uses another value of {', '.join(values) or 'a variable'}"

@@ -13,7 +13,7 @@ import torch
 
 from raysim.config import loading
 from raysim.config.loading import parse_overrides
-from raysim.config.schema import KEYS_OF_FILES
+from raysim.config.schema import KEYS_WITH_DIGESTS
 from raysim.config.sections.data import AnyData
 from raysim.data import Dataset, loading_once
 from raysim.data.partition.groups import batch_sizes_of
@@ -51,7 +51,7 @@ from raysim.training.uploads.upload_sum import last_upload_key
 
 logger = logging.getLogger("raysim")
 
-MOVABLE = (*KEYS_OF_FILES, "schedule.client_speeds.path")
+MOVABLE = (*KEYS_WITH_DIGESTS, "schedule.client_speeds.path")
 """Keys that `resume` accepts if the file that they name has the same content as before."""
 
 

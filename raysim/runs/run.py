@@ -29,7 +29,7 @@ from raysim.runs.artifacts.export import log_models
 from raysim.runs.artifacts.written_files import write_artifacts
 from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.python_inputs import named_inputs, named_source
-from raysim.runs.result import RunResult, best_figures, parameters_digest, write_parameters
+from raysim.runs.result import RunResult, best_figures, write_parameters
 from raysim.runs.run_dir import (
     PARAMETERS_FILE,
     STORE_TO_KEEP,
@@ -222,8 +222,6 @@ class _RunEnd:
     """Exception that stopped the run, or None."""
     result: RunResult | None = None
     """Result of the run; None after an error."""
-    stopped: str = ""
-    """Reason for which `progress` ended the run early; "" if it did not."""
     failures: list[str] = field(default_factory=list)
     """Last steps that failed, each with its error."""
 
@@ -231,7 +229,7 @@ class _RunEnd:
     def status(self) -> Status:
         """Status of the run in MLflow."""
         if self.error is None:
-            return "KILLED" if self.stopped else "FINISHED"
+            return "KILLED" if self.result and self.result.stopped else "FINISHED"
         return "FAILED" if isinstance(self.error, Exception) else "KILLED"
 
     @property
@@ -345,18 +343,11 @@ class _OpenRun:
         # The parameter file marks a finished run. A stopped run has them in its checkpoint.
         if not engine.stopped:
             write_parameters(plan, named, self.run_dir)
+        config = without_secrets(plan.config)
         result = RunResult(
-            engine.run_id,
-            self.run_dir,
-            without_secrets(plan.config),
-            engine.history,
-            x,
-            named,
-            parameters_digest(x),
-            seconds,
-            engine.stopped,
+            engine.run_id, self.run_dir, config, engine.history, x, named, seconds, engine.stopped
         )
-        self.end.result, self.end.stopped = result, result.stopped
+        self.end.result = result
         if engine.last_evaluation:
             self.tracker.metrics(engine.last_evaluation, step=result.rounds)
         self.tracker.metrics(best_figures(result.metrics), step=result.rounds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,11 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from raysim.config.schema import Config
+from raysim.config.sections.base import with_value
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
 from raysim.engine.plan import Plan
 from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError
-from raysim.models.initial.weights import PARAMETERS_FILE
+from raysim.models.initial.weights import PARAMETERS_FILE, is_run_id
 from raysim.runs.provenance import REQUIREMENTS_FILE, installed_packages
 from raysim.system import files, lock
 from raysim.system.output import REST_FILE
@@ -56,7 +56,7 @@ def find_run_dir(run: str | Path, tracking_uri: str | None = None) -> Path:
         ConfigError: there is no such run, or a process uses it.
     """
     folder = Path(run)
-    if not folder.exists() and re.fullmatch("[0-9a-f]{32}", str(run)):
+    if is_run_id(str(run)):
         folder = Path(folder_of_tracked_run(str(run), tracking_uri))
     check_has_run(folder)
     if other := lock.running(folder):
@@ -237,8 +237,7 @@ def without_secrets(config: Config) -> Config:
         config: the configuration of the run.
     """
     uri = redacted_uri(absolute_uri(config.tracking.uri))
-    section = config.tracking.model_copy(update={"uri": uri})
-    return config.model_copy(update={"tracking": section})
+    return with_value(config, "tracking.uri", uri)
 
 
 def forget(run_dir: Path) -> None:

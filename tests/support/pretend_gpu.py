@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from raysim.errors import is_users
 from raysim.models import default_device
-from raysim.prepare.dry_run import client_rule, server_rule
+from raysim.prepare.dry_run import client_rule
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 WAITS = {
@@ -715,11 +715,10 @@ def pretended_gpu() -> Iterator[PretendGPU]:
             mock.patch.object(torch.backends.cudnn, "is_acceptable", lambda _: False)
         )
         stack.enter_context(mock.patch.object(default_device, "is_users", _is_users))
-        for dry_run in (client_rule, server_rule):
-            # A mode holds in its thread only, and a dry run has one of its own.
-            stack.enter_context(
-                mock.patch.object(dry_run, "limited", lambda call, _: call() or True)
-            )
+        # A mode holds in its thread only, and a dry run has one of its own.
+        stack.enter_context(
+            mock.patch.object(client_rule, "limited", lambda call, _: call() or True)
+        )
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pin))
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", is_pinned))
         mode = gpu

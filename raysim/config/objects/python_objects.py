@@ -193,17 +193,9 @@ def reference(value: Any) -> str:
     for name, (known, _) in (used or {}).items():
         if known.value is value:
             return name
-    module, place = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
-    if module not in (None, "__main__") and pickling.resolves(module, place, value):
-        if file.endswith(".py") and distribution_of(module) is None:
-            return f"{os.path.abspath(file)}:{place}"
-        return f"{module}:{place}"
-    description = Description(value)
-    own = getattr(value, "name", "")  # of an Algorithm, for one
-    if not place and isinstance(own, str) and own.isidentifier():
-        place = own
-    label = (place or type(value).__qualname__).rpartition(".")[2]
+    if place := _place_of(value):
+        return place
+    description, label = Description(value), _label(value)
     if description.unreadable is None:
         name = f"{label}-{digest_of(description.texts())[:DIGEST_CHARACTERS]}"
     else:
@@ -212,6 +204,24 @@ def reference(value: Any) -> str:
     if used is not None:
         used[kept.name] = kept, description.values
     return kept.name
+
+
+def _place_of(value: Any) -> str:
+    """Return where another process finds an object, as path.py:Name or module:Name; "" if not."""
+    module, place = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if module in (None, "__main__") or not pickling.resolves(module, place, value):
+        return ""
+    file = getattr(sys.modules[module], "__file__", None) or ""
+    is_users_file = file.endswith(".py") and distribution_of(module) is None
+    return f"{os.path.abspath(file) if is_users_file else module}:{place}"
+
+
+def _label(value: Any) -> str:
+    """Return the name of an object in its code."""
+    place, own = getattr(value, "__qualname__", ""), getattr(value, "name", "")
+    if not place and isinstance(own, str) and own.isidentifier():  # of an Algorithm, for one
+        place = own
+    return (place or type(value).__qualname__).rpartition(".")[2]
 
 
 def _name_of_unreadable(value: Any, label: str, kind: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -65,20 +65,24 @@ def at_round(value: float | list, t: int) -> float:
     return [v for start, v in value if start <= t][-1]
 
 
-def _bounds(value: Any) -> tuple[float, float]:
-    """Return the smallest and the largest value of a number or schedule."""
+def bounds(value: float | list) -> tuple[float, float]:
+    """Return the smallest and the largest value of a `Scheduled`.
+
+    Args:
+        value: a number, or a list of (first round, value).
+    """
     values = [v for _, v in value] if isinstance(value, list) else [value]
     return min(values), max(values)
 
 
 def _positive_throughout(value: Any) -> Any:
-    if _bounds(value)[0] <= 0:
+    if bounds(value)[0] <= 0:
         raise ValueError("must be greater than 0 in every round")
     return value
 
 
 def _unit_throughout(value: Any) -> Any:
-    smallest, largest = _bounds(value)
+    smallest, largest = bounds(value)
     if smallest < 0 or largest >= 1:
         raise ValueError("must be at least 0 and below 1 in every round")
     return value
@@ -154,6 +158,26 @@ class ShortForm(BeforeValidator):
             names = sorted(kinds["choices"].keys() - {"own"})
             short = [{"enum": names}, *([OWN_CODE] if "own" in kinds["choices"] else [])]
         return {"anyOf": [*short, *schema.get("oneOf", [schema])]}
+
+
+AnySection = TypeVar("AnySection", bound=BaseModel | dict[str, Any])
+
+
+def with_value(section: AnySection, key: str, value: Any) -> AnySection:
+    """Return a section with another value of one key; the value is not validated.
+
+    Args:
+        section: the section, or sections by name, which stay as they are.
+        key: the key, with dots for one of a section inside.
+        value: its new value.
+    """
+    name, _, rest = key.partition(".")
+    if rest:
+        inner = section[name] if isinstance(section, dict) else getattr(section, name)
+        value = with_value(inner, rest, value)
+    if isinstance(section, dict):
+        return {**section, name: value}  # pyright: ignore[reportReturnType]
+    return section.model_copy(update={name: value})
 
 
 def named(value: Any) -> Any:

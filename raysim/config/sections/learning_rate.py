@@ -20,6 +20,7 @@ from raysim.config.sections.base import (
     Section,
     ShortForm,
     at_round,
+    bounds,
     kind_or_own,
     named,
 )
@@ -70,32 +71,12 @@ class StepSizes:
 
 
 @dataclass(frozen=True)
-class ConstantStepSize(StepSizes):
-    """One step size for all steps."""
-
-    value: float
-    """The step size."""
-
-    def at(self, i: int) -> float:
-        """Return the step size. See `StepSizes.at`."""
-        return self.value
-
-    def mean(self, t: int, steps: int) -> float:
-        """Return the step size. See `StepSizes.mean`."""
-        return self.value
-
-    @property
-    def largest(self) -> float:
-        """The step size."""
-        return self.value
-
-
-@dataclass(frozen=True)
 class StepSizesByRound(StepSizes):
-    """A step size for each part of a run."""
+    """One step size for all rounds, or one for each part of a run."""
 
-    values: list[tuple[int, float]]
-    """Pairs of a first round and the step size from there on, by ascending rounds."""
+    values: float | list[tuple[int, float]]
+    """The step size; or pairs of a first round and the step size from there on, by ascending
+    rounds."""
 
     def at(self, i: int) -> float:
         """Return the step size. See `StepSizes.at`."""
@@ -104,7 +85,7 @@ class StepSizesByRound(StepSizes):
     @property
     def largest(self) -> float:
         """The largest step size."""
-        return max(value for _, value in self.values)
+        return bounds(self.values)[1]
 
 
 class LearningRateSchedule(Section, StepSizes):

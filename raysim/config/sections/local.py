@@ -19,7 +19,6 @@ from raysim.config.sections.base import (
     named,
 )
 from raysim.config.sections.learning_rate import (
-    ConstantStepSize,
     LearningRate,
     StepSizes,
     StepSizesByRound,
@@ -87,9 +86,7 @@ class Local(Section):
     @property
     def step_sizes(self) -> StepSizes:
         """The step sizes that `lr` describes."""
-        if isinstance(self.lr, StepSizes):
-            return self.lr
-        return StepSizesByRound(self.lr) if isinstance(self.lr, list) else ConstantStepSize(self.lr)
+        return self.lr if isinstance(self.lr, StepSizes) else StepSizesByRound(self.lr)
 
     @property
     def conflict(self) -> str | None:

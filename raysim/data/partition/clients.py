@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -242,6 +242,12 @@ class VirtualClients:
     seed: int
     """Seed of the run."""
 
+    validation: ClassVar = np.empty(0, dtype=np.int64)
+    """No validation examples, int64 [0]."""
+
+    phases: ClassVar[tuple[()]] = ()
+    """The examples do not change over the rounds."""
+
     def __len__(self) -> int:
         return self.n_clients
 
@@ -254,16 +260,6 @@ class VirtualClients:
     def n_nonempty(self) -> int:
         """Number of clients with training examples: all."""
         return self.n_clients
-
-    @property
-    def validation(self) -> np.ndarray:
-        """No validation examples, int64 [0]."""
-        return np.empty(0, dtype=np.int64)
-
-    @property
-    def phases(self) -> tuple[()]:
-        """The examples do not change over the rounds."""
-        return ()
 
     def at(self, t: int) -> VirtualClients:
         """Return the clients, which are the same in each round.

@@ -15,7 +15,7 @@ from raysim.config.users_function import call_function
 from raysim.data.own.npz import read_arrays
 from raysim.data.own.stored import is_stored, stored_arrays
 from raysim.data.partition.clients import ExampleLists
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, unreadable
 from raysim.system.json_files import parsed
 
 
@@ -35,11 +35,8 @@ def read_partition(path: Path, n: int) -> ExampleLists:
             arrays = read_arrays(path, "partition.path", ("indices", "offsets"), (), advice)
             lists = ExampleLists(*map(_whole_numbers, (arrays["indices"], arrays["offsets"])))
         else:
-            lists = _joined(parsed(path.read_bytes(), list))
-    except OSError as error:
-        raise ConfigError(
-            f"partition.path: {path} cannot be read: {error.strerror or error}"
-        ) from None
+            with unreadable(f"partition.path: {path}"):
+                lists = _joined(parsed(path.read_bytes(), list))
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"partition.path: {path} is neither a JSON list of lists of indices nor an .npz of the "

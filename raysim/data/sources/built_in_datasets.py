@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,17 +121,9 @@ def load_torchvision(name: str, root: Path) -> Dataset:
         for half in (train, test)
     )
     y, y_test = (np.asarray(half.targets, dtype=np.int64) - first for half in (train, test))
-    return Dataset(
-        name,
-        x,
-        y,
-        x_test,
-        y_test,
-        tuple(train.classes[first:]),
-        *normalise(source.statistics),
-        pad=source.pad,
-        flip=source.flip,
-    )
+    classes = tuple(train.classes[first:])
+    norm = normalise(source.statistics)
+    return Dataset(name, x, y, x_test, y_test, classes, *norm, pad=source.pad, flip=source.flip)
 
 
 def load_digits(data: Data) -> Dataset:
@@ -148,15 +141,8 @@ def load_digits(data: Data) -> Dataset:
     for c in range(10):
         members = order[y[order] == c]
         test[members[: round(len(members) / 5)]] = True
-    return Dataset(
-        "digits",
-        x[~test],
-        y[~test],
-        x[test],
-        y[test],
-        tuple("0123456789"),
-        *normalise(UNIT_MEAN_STD, MAX_PIXEL_VALUES["digits"]),
-    )
+    norm = normalise(UNIT_MEAN_STD, MAX_PIXEL_VALUES["digits"])
+    return Dataset("digits", x[~test], y[~test], x[test], y[test], tuple("0123456789"), *norm)
 
 
 @cache
@@ -207,32 +193,19 @@ def load_tiny_imagenet(data: Data) -> Dataset:
         raise missing_files_error(
             "tiny_imagenet", root, f"there is no file {error.filename}"
         ) from None
-    paths: tuple[list[Path], list[Path]] = [], []
-    labels: tuple[list[int], list[int]] = [], []
-    for label, wnid in enumerate(classes):
-        paths[0].extend(files[wnid])
-        labels[0].extend([label] * len(files[wnid]))
+    train = [(file, label) for label, wnid in enumerate(classes) for file in files[wnid]]
+    test = []
     for line in lines:
         file, wnid = line.split("\t")[:2]
-        paths[1].append(folder / "val" / "images" / file)
-        labels[1].append(classes.index(wnid))
+        test.append((folder / "val" / "images" / file, classes.index(wnid)))
     x, x_test = cached(
         folder / "raysim-64.npz",
-        [len(half) for half in paths],
-        lambda: [decode_images(half, 64, "RGB") for half in paths],
+        [len(train), len(test)],
+        lambda: [decode_images((file for file, _ in half), 64, "RGB") for half in (train, test)],
     )
-    y, y_test = (np.array(half, dtype=np.int64) for half in labels)
-    return Dataset(
-        "tiny_imagenet",
-        x,
-        y,
-        x_test,
-        y_test,
-        tuple(classes),
-        *normalise(IMAGENET_MEAN_STD),
-        pad=4,
-        flip=True,
-    )
+    y, y_test = (np.array([k for _, k in half], dtype=np.int64) for half in (train, test))
+    norm = normalise(IMAGENET_MEAN_STD)
+    return Dataset("tiny_imagenet", x, y, x_test, y_test, tuple(classes), *norm, pad=4, flip=True)
 
 
 def download_tiny_imagenet(root: Path) -> None:
@@ -269,32 +242,22 @@ def load_covid_ct(data: Data) -> Dataset:
     folder = root / "COVID-CT"
     rows = _covid_index(folder / "index.csv", root)
     classes = ("NonCOVID", "COVID")
-    images: tuple[list[Path], list[Path]] = [], []
-    labels: tuple[list[int], list[int]] = [], []
-    paper = []
-    for row in rows:
-        half = int(row["split"] != "train")
-        images[half].append(folder / row["file"])
-        labels[half].append(classes.index(row["label"]))
-        if row["split"] == "train":
-            paper.append(_covid_paper(row))
-    # The images without a paper, "", come first and get -1.
-    names, numbers = np.unique(["", *paper], return_inverse=True)
-    papers = names[1:].tolist()
-    groups = (numbers[1:] - 1).astype(np.int32)
-    return Dataset(
-        "covid_ct",
-        decode_images(images[0], 128, "L"),
-        np.array(labels[0], dtype=np.int64),
-        decode_images(images[1], 128, "L"),
-        np.array(labels[1], dtype=np.int64),
-        classes,
-        *normalise(IMAGENET_GREY_MEAN_STD),
-        pad=16,
-        flip=True,
-        groups=groups,
-        group_names=tuple(papers),
+    train = [row for row in rows if row["split"] == "train"]
+    test = [row for row in rows if row["split"] != "train"]
+    y, y_test = (
+        np.array([classes.index(row["label"]) for row in half], dtype=np.int64)
+        for half in (train, test)
     )
+    x, x_test = (
+        decode_images((folder / row["file"] for row in half), 128, "L") for half in (train, test)
+    )
+    # The images without a paper, "", come first and get -1.
+    names, numbers = np.unique(["", *map(_covid_paper, train)], return_inverse=True)
+    groups = (numbers[1:] - 1).astype(np.int32)
+    papers = tuple(names[1:].tolist())
+    norm = normalise(IMAGENET_GREY_MEAN_STD)
+    data = Dataset("covid_ct", x, y, x_test, y_test, classes, *norm, pad=16, flip=True)
+    return replace(data, groups=groups, group_names=papers)
 
 
 def _covid_index(path: Path, root: Path) -> list[dict[str, str]]:

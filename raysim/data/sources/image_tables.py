@@ -68,16 +68,10 @@ def load_users(data: Data) -> Dataset:
         f"data.path: {data.path}",
         lambda k: f"{test[k].place}: the image",
     )
-    return Dataset(
-        path.stem if is_file else path.resolve().name,
-        x,
-        y,
-        x_test,
-        y_test,
-        tuple(classes.tolist()),
-        *normalise_by_imagenet(x),
-        **numbered._asdict(),
-    )
+    name = path.stem if is_file else path.resolve().name
+    norm = normalise_by_imagenet(x)
+    labels = tuple(classes.tolist())
+    return Dataset(name, x, y, x_test, y_test, labels, *norm, **numbered._asdict())
 
 
 def _users_of_test(test: Sequence[ImageRow]) -> np.ndarray | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
 
 from raysim.errors import ConfigError
 from raysim.models.batchnorm_statistics import BoundStatistics
@@ -25,6 +26,7 @@ from raysim.models.comparison import close, layer_names, magnitude
 from raysim.models.first_outputs import failed_loss
 from raysim.models.flat import BoundModel, Model
 from raysim.randomness import generator
+from raysim.rules.batch import Batch
 from raysim.system.global_generators import GlobalGenerators, generators_kept
 from raysim.system.signals import failing_as
 
@@ -85,14 +87,14 @@ def check_reading(net: nn.Module, model: Model, settings: str = "") -> None:
     compared = _COMPARED.get()
     if compared is not None and settings in compared:
         return
-    x, y = model.examples(EXAMPLES)
+    batch = Batch(*model.examples(EXAMPLES))
     failed = f"{model.label} fails on {EXAMPLES} examples"
     with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ConfigError,)), generators_kept():
-        refuse_draws(net, model, x)
-        refuse_hidden_state(net, model, x)
-        _refuse_foreign_parameters(net, model, x, y)
-        _compare(net, model, x, y)
-        _try_dropout(model, x, y)
+        refuse_draws(net, model, batch.x)
+        refuse_hidden_state(net, model, batch.x)
+        _refuse_foreign_parameters(net, model, batch)
+        _compare(net, model, batch)
+        _try_dropout(model, batch)
     if compared is not None:
         compared.add(settings)
 
@@ -128,38 +130,32 @@ def sample_outputs(model: Model) -> Tensor:
     Returns:
         All numbers of both in a row; the two may have different shapes.
     """
-    bound = BoundModel(model)
-    w, buffers = model.initial()
-    bound.w.copy_(w)
+    bound, buffers = BoundModel.at_start(model)
     x, _ = model.examples(EXAMPLES)
     return torch.cat([bound.forward(x, mode, buffers).flatten() for mode in ("frozen", "eval")])
 
 
-def _compare(net: nn.Module, model: Model, x: Tensor, y: Tensor) -> None:
+def _compare(net: nn.Module, model: Model, batch: Batch) -> None:
     """Compare passes of the user's net with those of the bound net, also after steps."""
     original = original_copy(net, model)
     trained = [parameter for parameter in original.parameters() if parameter.requires_grad]
     bound = BoundModel(model)
     w, buffers = model.initial()
-    _set(trained, w)
     theirs, ours = buffers.clone(), buffers.clone()
     statistics = BoundStatistics(original, model.statistics)
     statistics.bind(theirs)
     noise = generator(0, "dry run").standard_normal(model.size, dtype="float32")
+
+    def train(x: Tensor) -> Tensor:
+        return bound.forward(model.as_trained(x), "train", ours)
+
     for step in range(STEPS + 1):
         bound.w.copy_(w)
-        _set(trained, w)
+        vector_to_parameters(w.clone(), trained)
         original.train()
-        expected = _pass(original, trained, model, x, y, lambda: original(x))
+        expected = _pass(original, trained, model, batch, original)
         statistics.collect()
-        got = _pass(
-            bound.module[0],
-            bound.parameters,
-            model,
-            x,
-            y,
-            lambda: bound.forward(model.as_trained(x), "train", ours),
-        )
+        got = _pass(bound.module[0], bound.parameters, model, batch, train)
         when = f"after {step} steps" if step else ""
         _refuse_difference(model, expected, got, when)
         _refuse_other_statistics(model, theirs, ours, when)
@@ -172,26 +168,24 @@ def _compare(net: nn.Module, model: Model, x: Tensor, y: Tensor) -> None:
         # Parameters that begin at zero, or have no gradient, move too.
         w = w + 0.1 * scale / model.size**0.5 * torch.from_numpy(noise).to(w)
     bound.w.copy_(w)
-    _set(trained, w)
+    vector_to_parameters(w.clone(), trained)
     original.eval()
     with torch.no_grad():
-        expected = _layers(original, lambda: original(x))
-        got = _layers(bound.module[0], lambda: bound.forward(x, "eval", ours))
+        expected = _layers(original, batch.x, original)
+        got = _layers(bound.module[0], batch.x, lambda x: bound.forward(x, "eval", ours))
     if not close(got[0], expected[0]):
         _refuse(model, "in evaluation mode", expected[1], got[1])
 
 
-def _try_dropout(model: Model, x: Tensor, y: Tensor) -> None:
+def _try_dropout(model: Model, batch: Batch) -> None:
     """Make a pass with masks, forward and backward, in which layers may be called again."""
     if not model.dropouts:
         return
     seed = [torch.tensor(0)] if model.draws else []
-    bound = BoundModel(model)
-    w, buffers = model.initial()
-    bound.w.copy_(w)
-    masks = [w.new_ones(mask.shape(len(x))) for mask in model.dropouts]
-    outputs = bound.forward(model.as_trained(x), "train", buffers, (*masks, *seed))
-    loss = _mean_loss(model, outputs, x, y)
+    bound, buffers = BoundModel.at_start(model)
+    masks = [bound.w.new_ones(mask.shape(len(batch.x))) for mask in model.dropouts]
+    outputs = bound.forward(model.as_trained(batch.x), "train", buffers, (*masks, *seed))
+    loss = _mean_loss(model, outputs, batch)
     if loss.requires_grad:
         torch.autograd.grad(loss, bound.parameters, allow_unused=True)
 
@@ -200,15 +194,14 @@ def _pass(
     net: nn.Module,
     parameters: list[nn.Parameter],
     model: Model,
-    x: Tensor,
-    y: Tensor,
-    run: Callable[[], Tensor],
+    batch: Batch,
+    run: Callable[[Tensor], Tensor],
 ) -> Pass:
     """Make a training pass and its gradient."""
-    outputs, of_layers = _layers(net, run)
+    outputs, of_layers = _layers(net, batch.x, run)
     # A loss that draws random numbers is refused later, by its own name.
     generators, version = GlobalGenerators(), outputs._version
-    loss = _mean_loss(model, outputs, x, y)
+    loss = _mean_loss(model, outputs, batch)
     generators.restore()
     if outputs.requires_grad and not loss.requires_grad:
         raise ConfigError(
@@ -224,7 +217,7 @@ def _pass(
     try:
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     except RuntimeError:
-        _refuse_gradient_of_loss(model, outputs, outputs._version != version, x, y)
+        _refuse_gradient_of_loss(model, outputs, outputs._version != version, batch)
         raise
     for name, gradient in zip(model.names, gradients, strict=True):
         if gradient is not None and gradient.is_sparse:
@@ -235,27 +228,27 @@ def _pass(
     return Pass(outputs.detach(), list(gradients), of_layers)
 
 
-def _refuse_gradient_of_loss(
-    model: Model, outputs: Tensor, is_changed: bool, x: Tensor, y: Tensor
-) -> None:
+def _refuse_gradient_of_loss(model: Model, outputs: Tensor, is_changed: bool, batch: Batch) -> None:
     """Refuse a loss that has no gradient by outputs, or has changed those that a net needs."""
     if is_changed:
         why = "it changes the outputs in place, and the net's gradient needs them; copy them first"
-        raise failed_loss(model.learning_task, outputs, why, str(len(y)))
+        raise failed_loss(model.learning_task, outputs, why, str(EXAMPLES))
     at = outputs.detach().clone().requires_grad_()
-    loss = _mean_loss(model, at.clone(), x, y)
-    with failing_as(lambda why: failed_loss(model.learning_task, outputs, why, str(len(y)))):
+    loss = _mean_loss(model, at.clone(), batch)
+    with failing_as(lambda why: failed_loss(model.learning_task, outputs, why, str(EXAMPLES))):
         torch.autograd.grad(loss, at)
 
 
-def _mean_loss(model: Model, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def _mean_loss(model: Model, outputs: Tensor, batch: Batch) -> Tensor:
     """Return the loss of a batch; if it cannot be computed, the error names the loss."""
-    with failing_as(lambda why: failed_loss(model.learning_task, outputs, why, str(len(y)))):
-        return model.mean_loss(outputs, x, y)
+    with failing_as(lambda why: failed_loss(model.learning_task, outputs, why, str(EXAMPLES))):
+        return model.mean_loss(outputs, batch.x, batch.y)
 
 
-def _layers(net: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the outputs of a pass, and those of each layer."""
+def _layers(
+    net: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the outputs of a pass on inputs x, and those of each layer."""
     of_layers: dict[str, Tensor] = {}
     names = layer_names(net)
 
@@ -265,19 +258,19 @@ def _layers(net: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, dict[str
 
     handles = [module.register_forward_hook(note) for module in net.modules()]
     try:
-        return run(), of_layers
+        return run(x), of_layers
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _refuse_foreign_parameters(net: nn.Module, model: Model, x: Tensor, y: Tensor) -> None:
+def _refuse_foreign_parameters(net: nn.Module, model: Model, batch: Batch) -> None:
     """Refuse a net, or a loss, that depends on a parameter that is not one of the net's own."""
     original = original_copy(net, model)
     trained = {name for name, p in original.named_parameters() if p.requires_grad}
     # Tensors of one pass only, such as inputs whose gradient forward uses, are no parameters.
-    outputs, again = original(x), original(x)
-    losses = [_mean_loss(model, of_pass, x, y) for of_pass in (outputs, again)]
+    outputs, again = original(batch.x), original(batch.x)
+    losses = [_mean_loss(model, of_pass, batch) for of_pass in (outputs, again)]
     _refuse_changed_gradients(original, trained, model)
     own = set(original.parameters())
     of_net = (set(_leaves(outputs)) & set(_leaves(again))) - own
@@ -369,12 +362,3 @@ def _refuse(model: Model, when: str, expected: dict[str, Tensor], got: dict[str,
         "attributes, or calls forward of a layer by itself, and in __init__ for numbers from a "
         "generator of its own, which are others when the net is built again"
     )
-
-
-def _set(parameters: list[nn.Parameter], w: Tensor) -> None:
-    """Set parameters to the parts of a flat vector."""
-    position = 0
-    for parameter in parameters:
-        part = w[position : position + parameter.numel()]
-        parameter.data = part.view(parameter.shape).clone()
-        position += parameter.numel()

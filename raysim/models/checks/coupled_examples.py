@@ -31,11 +31,10 @@ def couples_examples(model: Model) -> bool:
     """
     if not model.masks_are_of_examples:
         return True
-    bound = BoundModel(model)
-    w, buffers = model.initial()
+    bound, buffers = BoundModel.at_start(model)
     # Initial zeros would hide a dependence.
     noise = generator(0, "dry run").standard_normal(model.size, dtype="float32")
-    bound.w.copy_(w + 0.1 * torch.from_numpy(noise).to(w))
+    bound.w += 0.1 * torch.from_numpy(noise).to(bound.w)
     tolerance = 1e-8 if model.dtype is torch.float64 else 1e-4
 
     def outputs(x: Tensor) -> Tensor:
@@ -72,9 +71,7 @@ def couples_in_evaluation(model: Model) -> bool:
     Args:
         model: the net.
     """
-    bound = BoundModel(model)
-    w, buffers = model.initial()
-    bound.w.copy_(w)
+    bound, buffers = BoundModel.at_start(model)
     x, _ = model.examples(2 * FEW)
     try:
         together = bound.forward(x.clone(), "eval", buffers)

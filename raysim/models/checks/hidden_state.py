@@ -10,6 +10,7 @@ import copy
 import pickle
 import random
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,72 +121,111 @@ def refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
     Raises:
         ConfigError: they do; the message names the parameter, buffer or attribute.
     """
-    original = original_copy(net, model)
-    tensors = dict(original.named_parameters()) | dict(original.named_buffers())
-    start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    known = {f"{s.layer}.{s.name}".lstrip(".") for s in model.statistics}
-    first = _results(original, x)
-    _refuse_changed_parameters(original, model, start)
-    moved = []
-    for name, buffer in original.named_buffers():
-        is_known = name in known or name.endswith(COUNTER)
-        if not is_known and not same_values(buffer, start[name]):
-            moved.append(name)
-    attributes = _attributes(original)
-    _restore(original, start)
-    second = _results(original, x)
-    for place, attribute in _attributes(original).items():
+    trial = _Trial(net, model, x)
+    first = trial.results()
+    trial.refuse_changed_parameters(trial.start)
+    moved = trial.moved_buffers()
+    attributes = _attributes(trial.net)
+    trial.restore()
+    second = trial.results()
+    for place, attribute in _attributes(trial.net).items():
         if attributes.get(place, attribute) != attribute:
-            _restore(original, start)
-            _refuse_steering_attribute(original, model, x, place, attribute, second)
-    _refuse_steering_buffers(original, model, x, moved, start, second)
-    _refuse_other_outputs(model, first, second)
-    _restore(original, start)
-    _refuse_memory_of_training(net, original, model, x, start)
-    fresh = original_copy(net, model)
-    _refuse_memory_of_inputs(original, fresh, model, x)
+            trial.restore()
+            _refuse_steering_attribute(trial, place, attribute, second)
+    _refuse_steering_buffers(trial, moved, second)
+    _refuse_other_outputs(trial, first, second)
+    trial.restore()
+    _refuse_memory_of_training(trial, net)
+    _refuse_memory_of_inputs(trial, original_copy(net, model))
     # Larger parameters show a forward that limits their norm.
-    larger = dict(start)
-    for name, parameter in original.named_parameters():
+    larger = dict(trial.start)
+    for name, parameter in trial.net.named_parameters():
         if parameter.is_floating_point():
-            larger[name] = start[name] * SCALE
-    _restore(original, larger)
-    _passes(original, x)
-    _refuse_changed_parameters(original, model, larger)
+            larger[name] = larger[name] * SCALE
+    trial.restore(larger)
+    _passes(trial.net, x)
+    trial.refuse_changed_parameters(larger)
     # From the start, since statistics of the same inputs may have come to rest.
-    _restore(original, start)
-    _refuse_moves_in_evaluation(original, model, x)
+    trial.restore()
+    _refuse_moves_in_evaluation(trial)
+
+
+class _Trial:
+    """A copy of a user's net that makes passes on the same inputs.
+
+    Args:
+        net: the net as the user wrote it; not changed.
+        model: the net as raysim reads it.
+        x: [B, ...], inputs.
+    """
+
+    def __init__(self, net: nn.Module, model: Model, x: Tensor):
+        self.net = original_copy(net, model)
+        self.model = model
+        self.label = model.label
+        self.x = x
+        self.tolerance = 1e-10 if model.dtype is torch.float64 else 1e-5
+        """The relative difference of two equal passes."""
+        tensors = dict(self.net.named_parameters()) | dict(self.net.named_buffers())
+        self.start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        """The initial parameters and buffers."""
+
+    def results(self) -> list[Tensor]:
+        """Return what `_passes` returns, and then the buffers of floating-point numbers."""
+        outputs = _passes(self.net, self.x)
+        return outputs + [b.clone() for b in self.net.buffers() if b.is_floating_point()]
+
+    @torch.no_grad()
+    def restore(self, changed: Mapping[str, Tensor] | None = None) -> None:
+        """Set parameters and buffers to those at the start, or to others."""
+        for name, tensor in [*self.net.named_parameters(), *self.net.named_buffers()]:
+            tensor.copy_((self.start | dict(changed or {}))[name])
+
+    def moved_buffers(self) -> list[str]:
+        """Return the buffers that have changed since the start and are no statistics."""
+        known = {f"{s.layer}.{s.name}".lstrip(".") for s in self.model.statistics}
+        moved = []
+        for name, buffer in self.net.named_buffers():
+            is_known = name in known or name.endswith(COUNTER)
+            if not is_known and not same_values(buffer, self.start[name]):
+                moved.append(name)
+        return moved
+
+    def refuse_changed_parameters(self, before: Mapping[str, Tensor]) -> None:
+        """Refuse a net that has changed a parameter in a pass."""
+        for name, parameter in self.net.named_parameters():
+            if not same_values(parameter.detach(), before[name]):
+                raise ConfigError(
+                    f"{self.label} changes its parameter '{name}' in a forward pass, and only a "
+                    "local step may change parameters; compute with a changed copy instead, or run "
+                    "the net on a batch before, if its first one initialises it"
+                )
 
 
 def _refuse_steering_attribute(
-    original: nn.Module,
-    model: Model,
-    x: Tensor,
-    place: str,
-    attribute: Attribute,
-    results: list[Tensor],
+    trial: _Trial, place: str, attribute: Attribute, results: list[Tensor]
 ) -> None:
     """Refuse a net whose results may depend on an attribute that passes change."""
     if isinstance(getattr(attribute.owner, attribute.name), GENERATORS_OF_NETS):
         raise ConfigError(
-            f"{model.label} draws from {place}, a generator of its own, which each worker would "
+            f"{trial.label} draws from {place}, a generator of its own, which each worker would "
             "have in another state; draw from the global one of torch, NumPy or Python, which a "
             "run seeds before each pass: leave the argument generator out"
         )
-    if _steers(original, x, attribute, results):
+    if _steers(trial, attribute, results):
         raise ConfigError(
-            f"{model.label} changes {place} in each forward pass, so its outputs or statistics "
+            f"{trial.label} changes {place} in each forward pass, so its outputs or statistics "
             "could depend on how many passes a worker has made; make it a buffer, or compute it "
             "from the inputs"
         )
 
 
-def _refuse_other_outputs(model: Model, first: list[Tensor], second: list[Tensor]) -> None:
+def _refuse_other_outputs(trial: _Trial, first: list[Tensor], second: list[Tensor]) -> None:
     """Refuse a net whose passes give other outputs the second time."""
     for mode, a, b in zip(MODES, first, second, strict=False):  # without statistics
-        if not close(a, b, _tolerance(model)):
+        if not close(a, b, trial.tolerance):
             raise ConfigError(
-                f"{model.label} gives two outputs for the same examples and parameters in "
+                f"{trial.label} gives two outputs for the same examples and parameters in "
                 f"{mode} mode: forward depends on something else, such as a clock, a random "
                 "generator of its own, or an attribute that it changes; make it a buffer, or a "
                 "function of the inputs"
@@ -193,13 +233,12 @@ def _refuse_other_outputs(model: Model, first: list[Tensor], second: list[Tensor
 
 
 @torch.no_grad()
-def _refuse_memory_of_training(
-    net: nn.Module, original: nn.Module, model: Model, x: Tensor, start: dict[str, Tensor]
-) -> None:
+def _refuse_memory_of_training(trial: _Trial, net: nn.Module) -> None:
     """Refuse a net that remembers in evaluation, beside its statistics, that it was trained.
 
     In this process and on workers other copies evaluate than train, which do not know.
     """
+    original, model, x = trial.net, trial.model, trial.x
     # Not `original_copy`, which puts its copy into training mode.
     fresh = copy.deepcopy(net).to(dtype=model.dtype, device=model.device)
     fresh.eval()
@@ -208,82 +247,57 @@ def _refuse_memory_of_training(
         expected = forms.pack(expected, len(x))
     _passes(original, x)
     as_moved = {k: b for k, b in original.named_buffers() if not b.is_floating_point()}
-    _restore(original, start | as_moved)
+    trial.restore(as_moved)
     original.eval()
     outputs = original(x).clone()
-    _restore(original, start)
-    if not close(expected, outputs, _tolerance(model)):
+    trial.restore()
+    if not close(expected, outputs, trial.tolerance):
         raise ConfigError(
-            f"{model.label} gives other outputs in evaluation mode after it was in training mode, "
+            f"{trial.label} gives other outputs in evaluation mode after it was in training mode, "
             "with the same parameters and statistics: an attribute, or a buffer of integers or of "
             "true and false, says that it was; ask self.training instead, or make it a buffer of "
             "floating-point numbers, which clients train and the server averages"
         )
 
 
-def _refuse_memory_of_inputs(
-    original: nn.Module, fresh: nn.Module, model: Model, x: Tensor
-) -> None:
-    """Refuse a net that keeps something of the inputs x, by other inputs and a copy without."""
-    others = x[:1].expand_as(x).clone()
-    for mode, a, b in zip(MODES, _passes(original, others), _passes(fresh, others), strict=True):
-        if not close(a, b, _tolerance(model)):
+def _refuse_memory_of_inputs(trial: _Trial, fresh: nn.Module) -> None:
+    """Refuse a net that keeps something of its inputs, by other inputs and a copy without."""
+    others = trial.x[:1].expand_as(trial.x).clone()
+    for mode, a, b in zip(MODES, _passes(trial.net, others), _passes(fresh, others), strict=True):
+        if not close(a, b, trial.tolerance):
             raise ConfigError(
-                f"{model.label} gives other outputs in {mode} mode after a pass on other examples: "
+                f"{trial.label} gives other outputs in {mode} mode after a pass on other examples: "
                 "forward keeps something of them, such as the mean of its first batch, and a "
                 "worker's passes are those of many clients; compute it in each pass, or register "
                 "a buffer that moves"
             )
 
 
-def _tolerance(model: Model) -> float:
-    """Return the relative difference of two equal passes."""
-    return 1e-10 if model.dtype is torch.float64 else 1e-5
-
-
-def _refuse_steering_buffers(
-    original: nn.Module,
-    model: Model,
-    x: Tensor,
-    moved: list[str],
-    start: dict[str, Tensor],
-    results: list[Tensor],
-) -> None:
+def _refuse_steering_buffers(trial: _Trial, moved: list[str], results: list[Tensor]) -> None:
     """Refuse a net whose results depend on a buffer that moves and is no statistic."""
     for name in moved:
+        value = trial.start[name]
         # An integer may only count, as that of BatchNorm does.
-        is_switch = start[name].dtype is torch.bool
-        later = ~start[name] if is_switch else start[name] + MANY_PASSES
-        _restore(original, start | {name: later})
-        if not all(close(a, b, 1e-6) for a, b in zip(_results(original, x), results, strict=True)):
+        trial.restore({name: ~value if value.dtype is torch.bool else value + MANY_PASSES})
+        if not all(close(a, b, 1e-6) for a, b in zip(trial.results(), results, strict=True)):
             raise ConfigError(
-                f"{model.label} changes its buffer '{name}' of type {start[name].dtype} in a "
+                f"{trial.label} changes its buffer '{name}' of type {value.dtype} in a "
                 "forward pass, and its outputs or statistics depend on it; only buffers of "
                 "floating-point numbers may change, which clients train and the server averages"
             )
 
 
-def _refuse_changed_parameters(net: nn.Module, model: Model, before: dict[str, Tensor]) -> None:
-    """Refuse a net that has changed a parameter in a pass."""
-    for name, parameter in net.named_parameters():
-        if not same_values(parameter.detach(), before[name]):
-            raise ConfigError(
-                f"{model.label} changes its parameter '{name}' in a forward pass, and only a "
-                "local step may change parameters; compute with a changed copy instead, or run the "
-                "net on a batch before, if its first one initialises it"
-            )
-
-
-def _refuse_moves_in_evaluation(net: nn.Module, model: Model, x: Tensor) -> None:
+def _refuse_moves_in_evaluation(trial: _Trial) -> None:
     """Refuse a net that moves its statistics in evaluation mode."""
+    net = trial.net
     net.eval()
     before = {name: buffer.clone() for name, buffer in net.named_buffers()}
     with torch.no_grad():
-        net(x)
+        net(trial.x)
     for name, buffer in net.named_buffers():
         if not name.endswith(COUNTER) and not same_values(buffer, before[name]):
             raise ConfigError(
-                f"{model.label} changes its buffer '{name}' in evaluation mode, so metrics would "
+                f"{trial.label} changes its buffer '{name}' in evaluation mode, so metrics would "
                 "change the model; let eval() switch that off"
             )
 
@@ -298,19 +312,6 @@ def _passes(net: nn.Module, x: Tensor) -> list[Tensor]:
     return outputs
 
 
-def _results(net: nn.Module, x: Tensor) -> list[Tensor]:
-    """Return what `_passes` returns, and then the buffers of floating-point numbers."""
-    outputs = _passes(net, x)
-    return outputs + [buffer.clone() for buffer in net.buffers() if buffer.is_floating_point()]
-
-
-@torch.no_grad()
-def _restore(net: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Set the parameters and buffers of a net."""
-    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
-        tensor.copy_(tensors[name])
-
-
 @dataclass(frozen=True)
 class Attribute:
     """An attribute of a layer, or of its class."""
@@ -323,7 +324,7 @@ class Attribute:
     """Bytes that change with the value."""
 
 
-def _steers(net: nn.Module, x: Tensor, attribute: Attribute, results: list[Tensor]) -> bool:
+def _steers(trial: _Trial, attribute: Attribute, results: list[Tensor]) -> bool:
     """Return whether an attribute that passes change can change the results of passes.
 
     A number may only count; anything else is taken to.
@@ -334,7 +335,7 @@ def _steers(net: nn.Module, x: Tensor, attribute: Attribute, results: list[Tenso
         return True
     setattr(attribute.owner, attribute.name, value + MANY_PASSES)
     try:
-        later = _results(net, x)
+        later = trial.results()
     finally:
         setattr(attribute.owner, attribute.name, value)
     return not all(close(a, b, 1e-6) for a, b in zip(later, results, strict=True))

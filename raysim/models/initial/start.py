@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from raysim.errors import ConfigError
 from raysim.models.initial.adapters import base_names
 from raysim.models.initial.weights import in_part, read_weights
-from raysim.models.parts import MAX_NAMES, classifier_of, listed, parameters_in_part
+from raysim.models.parts import MAX_NAMES, classifier_of, listed, matches, parameters_in_part
 
 
 def freeze(net: nn.Module, patterns: Iterable[str], classes: int) -> None:
@@ -91,7 +90,7 @@ def load_weights(net: nn.Module, source: str, skip: Sequence[str] = ()) -> None:
 def _check_skipped(skip: Sequence[str], known: Sequence[str], net_names: Iterable[str]) -> None:
     """Refuse a pattern that matches none of the known names."""
     for pattern in skip:
-        if not any(_matches(name, [pattern]) for name in known):
+        if not any(matches(name, pattern) for name in known):
             raise ConfigError(
                 f"model.init_skip: no tensor of the net matches '{pattern}'; its tensors are "
                 f"{listed(list(net_names))}"
@@ -168,4 +167,4 @@ def _lacking(missing: list[str], unknown: list[str]) -> list[str]:
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in patterns)
+    return any(matches(name, pattern) for pattern in patterns)

@@ -20,7 +20,6 @@ from raysim.errors import ConfigError, in_a_line
 from raysim.spelling import did_you_mean
 from raysim.system.json_files import parsed
 from raysim.system.signals import failing_as
-from raysim.tracking.mlflow_process.run_client import folder_of_tracked_run
 
 PARAMETERS_FILE = "parameters.safetensors"
 """File of the final parameters, in the folder of a run that has finished."""
@@ -45,28 +44,12 @@ class _WeightIndex(TypedDict):
 
 
 def is_run_id(source: str) -> bool:
-    """Return whether weights are named by the MLflow id of a run.
+    """Return whether a text is the MLflow id of a run, and not a path.
 
     Args:
-        source: the value of `model.init_from`.
+        source: a run, or the value of `model.init_from`.
     """
     return re.fullmatch("[0-9a-f]{32}", source) is not None and not Path(source).exists()
-
-
-def run_folder(run_id: str, tracking_uri: str) -> str:
-    """Return the folder of a run.
-
-    Args:
-        run_id: the run's MLflow id.
-        tracking_uri: the MLflow store in which it is looked up.
-
-    Raises:
-        ConfigError: there is no such run, or its folder is not on this machine.
-    """
-    try:
-        return folder_of_tracked_run(run_id, tracking_uri)
-    except ConfigError as error:
-        raise ConfigError(f"{KEY}: {error}") from None
 
 
 def weight_files(source: str) -> list[Path]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from raysim.config.schema import Config
+from raysim.config.sections.base import with_value
 from raysim.config.sections.evaluation import OF_CLIENTS, ROUND_METRICS
 from raysim.errors import ConfigError
 from raysim.metrics import (
@@ -69,9 +70,8 @@ def check_best(config: Config) -> None:
     best = config.evaluate.best
     # The default of a run that evaluates nothing selects nothing.
     if best is not None and (config.evaluate.every or "/" in best.metric):
-        others = config.evaluate.model_copy(update={"best": None})
-        config = config.model_copy(update={"evaluate": others})
-        check_metric("evaluate.best.metric", best.metric, [config])
+        others = with_value(config, "evaluate.best", None)
+        check_metric("evaluate.best.metric", best.metric, [others])
 
 
 def _is_missing(config: Config, logged: str) -> bool:

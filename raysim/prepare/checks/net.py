@@ -92,9 +92,7 @@ def note_probabilities(model: Model) -> None:
     """
     if model.learning_task.config_name != "classification" or model.classes < 2:
         return
-    bound = BoundModel(model)
-    w, buffers = model.initial()
-    bound.w.copy_(w)
+    bound, buffers = BoundModel.at_start(model)
     with torch.no_grad():
         p = bound.forward(model.examples(2)[0], "eval", buffers)
     if p.dim() == 2 and (p >= 0).all() and (p.sum(1) - 1).abs().max() < 1e-3:

@@ -9,7 +9,7 @@ from raysim.config.sections.data import Arrays
 from raysim.data import Dataset
 from raysim.errors import ConfigError
 from raysim.prepare.configured_task import task_data
-from raysim.rules.contract import ClientRule, ServerRule
+from raysim.rules.contract import ClientRule, ServerRule, half_of
 from raysim.rules.methods.registry import is_shipped
 from raysim.rules.public import PublicNeed
 from raysim.rules.tasks.learning_task import LearningTask
@@ -85,7 +85,7 @@ def check_rules_of_task(task: LearningTask, *rules: ClientRule | ServerRule) -> 
     for rule in rules:
         if not rule.needs_class_labels:
             continue
-        kind = "client" if isinstance(rule, ClientRule) else "server"
+        kind = half_of(rule)
         if not task.class_labels:
             raise ConfigError(
                 f"task: {kind} rule '{rule.name}' needs class labels, which task '{task.name}' has "
@@ -128,7 +128,7 @@ def check_public_data(dataset: Dataset, *rules: ClientRule | ServerRule) -> None
         ConfigError: it has none, or they have no targets; the message names the rule.
     """
     for rule in rules:
-        kind = "client" if isinstance(rule, ClientRule) else "server"
+        kind = half_of(rule)
         rule_name = f"{kind} rule '{rule.name}'"
         if rule.needs_public_data not in get_args(PublicNeed):
             raise ConfigError(

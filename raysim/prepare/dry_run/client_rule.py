@@ -19,14 +19,15 @@ this would take longer than a round.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.config.schema import Config
+from raysim.config.sections.base import with_value
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.models.comparison import close, same_values
@@ -82,7 +83,8 @@ def dry_run_rules(plan: Plan, client_key: str, server_key: str) -> None:
             step that differs, the tensor.
     """
     if is_tried(plan.server):
-        _check_first_broadcast(plan, server_key)
+        with only_breaches("the first broadcast is not checked", server_key):
+            shapes_of_first_broadcast(plan.server, *plan.initial, plan.problem)
     _dry_run_client_rule(plan, client_key)
     for group in plan.groups:
         if plan.config.groups[group.name].client is not None:
@@ -92,44 +94,68 @@ def dry_run_rules(plan: Plan, client_key: str, server_key: str) -> None:
 
 def _dry_run_client_rule(plan: Plan, client_key: str, group: str = "") -> None:
     """Check the client rule of a plan in a dry run, if it is to be tried."""
-    rule = plan.client
-    if not is_tried(rule):
+    if not is_tried(plan.client):
         return
     dry_run = RuleDryRun(plan, group)
 
     def check() -> None:
-        try:
-            dry_run.check_contract()
-        except ContractError as error:
-            raise ConfigError(f"{client_key}: {error}") from None
+        dry_run.check_contract()
         difference = dry_run.wrong_on_lanes() if plan.mode == "lanes" else None
         if difference is not None:
-            raise ConfigError(f"{client_key}: {difference}, or set batching.mode=loop")
+            raise ContractError(f"{difference}, or set batching.mode=loop")
 
-    try:
+    try_rule(plan.client, client_key, "step", check)
+
+
+def try_rule(
+    rule: ClientRule | ServerRule, key: str, unit: str, check: Callable[[], object]
+) -> None:
+    """Check a rule; one that exceeds `DRY_RUN_TIMEOUT_S` stays unchecked, with a warning.
+
+    Args:
+        rule: the rule.
+        key: configuration key of the rule, for messages.
+        unit: what the check trains, a step or a round.
+        check: the check.
+
+    Raises:
+        ConfigError: the check found a breach of contract.
+    """
+    name = f"{half_of(rule)} rule '{rule.name}'"
+    with only_breaches(f"no dry run of {name}", key):
         if not limited(check, DRY_RUN_TIMEOUT_S):
             logger.warning(
-                "client rule '%s' did not finish one step within %g s, so it is not checked",
-                rule.name,
+                "%s did not finish one %s within %g s, so it is not checked",
+                name,
+                unit,
                 DRY_RUN_TIMEOUT_S,
             )
+
+
+@contextmanager
+def only_breaches(what: str, key: str = "") -> Iterator[None]:
+    """Raise errors of this block that are breaches of contract, and log the others.
+
+    These may depend on the clients, so the run reports them. Or they depend on this machine: the
+    server's state may be too large for it, but not for the one that will hold it.
+
+    Args:
+        what: what is not checked after such an error, for the log.
+        key: configuration key of the rule; "": breaches stay as they are.
+
+    Raises:
+        ConfigError: the block broke the contract, and there is a key.
+    """
+    try:
+        yield
+    except ContractError as error:
+        if key:
+            raise ConfigError(f"{key}: {error}") from None
+        raise
     except ConfigError:
         raise
     except RaysimError as error:
-        # For example, the server's state may be too large for this machine, but not for the one
-        # that will hold it.
-        logger.debug("no dry run of the client rule: %s", error)
-
-
-def _check_first_broadcast(plan: Plan, key: str) -> None:
-    """Raise ConfigError if the first broadcast of the server rule breaks its contract."""
-    try:
-        shapes_of_first_broadcast(plan.server, *plan.initial, plan.problem)
-    except ContractError as error:
-        raise ConfigError(f"{key}: {error}") from None
-    except RaysimError as error:
-        # In the run the server may have more memory.
-        logger.debug("the first broadcast is not checked: %s", error)
+        logger.debug("%s: %s", what, error)
 
 
 def try_captures(plan: Plan) -> str:
@@ -185,7 +211,7 @@ class RuleDryRun(SmallClients):
             ContractError: the rule breaks its contract.
         """
         if self.config.example_privacy is not None:  # gradients of examples hide some mistakes
-            config = self.config.model_copy(update={"privacy": None})
+            config = with_value(self.config, "privacy", None)
             RuleDryRun(replace(self.plan, config=config), self.group).check_contract()
         trainer, broadcast, tasks = self.stage(device_of(self.config.resources.gpus))
         if self.large:
@@ -213,7 +239,8 @@ class RuleDryRun(SmallClients):
             first_of_size(trainer.rule, trainer.sent, trained[0].report, trainer.model.size, key)
         is_used = self.config.evaluate.clients or overridden(self.plan.server, ["candidates"])
         if overridden(trainer.rule, ["collude"]):
-            self._check_collusion(trainer, trained)
+            with only_breaches("collude is not checked"):
+                self._check_collusion(trainer, trained)
         if is_used and overridden(self.plan.client, ["begin", "evaluated"]):
             self._try_own_model(trainer, broadcast, tasks[0])
             self._try_own_model(trainer, broadcast, next_task(tasks[0], trained[0]))
@@ -256,13 +283,7 @@ class RuleDryRun(SmallClients):
                 staleness=[0] * 2 * n, draws=[1] * 2 * n, seed=self.config.seed,
             )  # fmt: skip
             uploads = {key: tensor * (1 + t) for key, tensor in arrived.items()}
-            try:
-                returned = tampered(rule, uploads, np.arange(n), reports)
-            except ContractError:
-                raise
-            except RaysimError as error:  # it may depend on the clients, so the run reports it
-                logger.debug("collude is not checked: %s", error)
-                return
+            returned = tampered(rule, uploads, np.arange(n), reports)
             for key, tensor in first.setdefault(t, returned).items():
                 if not same_values(tensor, returned[key]):
                     raise keeps_something(
@@ -330,7 +351,8 @@ class RuleDryRun(SmallClients):
             return None
         name = self.plan.client.name
         outputs = []
-        for config in (_without_captures(trainer.config), trainer.config):
+        without_captures = with_value(trainer.config, "batching.capture", False)
+        for config in (without_captures, trainer.config):
             with rehearsal():
                 lanes = LaneTrainer(replace(trainer.group, config=config), trainer.parts)
                 of_clients, error = self._train(lanes, broadcast, tasks)
@@ -397,9 +419,3 @@ def keeps_something(rule: ClientRule | ServerRule, found: str) -> ContractError:
         "of its own, which workers and resumed runs do not share; keep it in the state, and draw "
         f"keyed numbers {RANDOM_NUMBERS_PAGE} ({class_defined_at(type(rule))})"
     )
-
-
-def _without_captures(config: Config) -> Config:
-    """Return the configuration in which lanes capture no steps."""
-    batching = config.batching.model_copy(update={"capture": False})
-    return config.model_copy(update={"batching": batching})

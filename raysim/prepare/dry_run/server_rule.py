@@ -16,18 +16,16 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import make_server
 from raysim.engine.round_clients import weigh
-from raysim.errors import ConfigError, ContractError, RaysimError
+from raysim.errors import ContractError, RaysimError
 from raysim.models.comparison import same_values
-from raysim.prepare.dry_run.client_rule import (
-    DRY_RUN_TIMEOUT_S,
-    keeps_something,
-)
+from raysim.prepare.dry_run.client_rule import keeps_something, only_breaches, try_rule
 from raysim.prepare.dry_run.small_clients import (
     LARGE_NET_PARAMETERS,
     SmallClients,
@@ -45,7 +43,7 @@ from raysim.schedule import Synchronous, make_schedule
 from raysim.server.round_cohort import RoundCohort
 from raysim.server.selection import ClientHistory
 from raysim.spelling import did_you_mean
-from raysim.system.processes import limited
+from raysim.training.groups import ClientGroup
 from raysim.training.messages import Block, Broadcast, ClientTask
 from raysim.training.trainers.group_trainer import GroupTrainer
 
@@ -70,19 +68,7 @@ def dry_run_server_rule(plan: Plan, key: str) -> None:
     """
     if not is_tried(plan.server) or plan.problem.size > LARGE_NET_PARAMETERS:
         return
-
-    def check() -> None:
-        try:
-            check_contract(plan)
-        except ContractError as error:
-            raise ConfigError(f"{key}: {error}") from None
-
-    if not limited(check, DRY_RUN_TIMEOUT_S):
-        logger.warning(
-            "server rule '%s' did not finish one round within %g s, so it is not checked",
-            plan.server.name,
-            DRY_RUN_TIMEOUT_S,
-        )
+    try_rule(plan.server, key, "round", partial(check_contract, plan))
 
 
 def check_contract(plan: Plan) -> None:
@@ -92,26 +78,21 @@ def check_contract(plan: Plan) -> None:
         plan: the plan of the run.
 
     Raises:
-        ContractError: the rule breaks its contract.
+        RaysimError: the rule fails, or breaks its contract.
     """
     rule, plan = plan.server, replace(plan, server=watched(plan.server))
-    try:
-        _refuse_use_of_rounds(plan)
-        for first, second in zip(_train_two_rounds(plan), _train_two_rounds(plan), strict=False):
-            for key in first.keys() & second.keys():
-                if not same_values(first[key], second[key]):
-                    raise keeps_something(rule, f"the state has a '{key}' that differs")
-        if overridden(plan.server, ["select"]):
-            metrics = _reported_metrics(plan)
-            first_chosen: dict[int, list[int]] = {}
-            for t in (0, 0, 1, 0, 1):
-                chosen = _select(plan, min(t, plan.config.rounds - 1), metrics)
-                if first_chosen.setdefault(t, chosen) != chosen:
-                    raise keeps_something(rule, "`select` returns other clients")
-    except ContractError:
-        raise
-    except RaysimError as error:
-        logger.debug("the dry run of the server rule ended early: %s", error)
+    _refuse_use_of_rounds(plan)
+    for first, second in zip(_train_two_rounds(plan), _train_two_rounds(plan), strict=False):
+        for key in first.keys() & second.keys():
+            if not same_values(first[key], second[key]):
+                raise keeps_something(rule, f"the state has a '{key}' that differs")
+    if overridden(plan.server, ["select"]):
+        metrics = _reported_metrics(plan)
+        first_chosen: dict[int, list[int]] = {}
+        for t in (0, 0, 1, 0, 1):
+            chosen = _select(plan, min(t, plan.config.rounds - 1), metrics)
+            if first_chosen.setdefault(t, chosen) != chosen:
+                raise keeps_something(rule, "`select` returns other clients")
 
 
 def _train_two_rounds(plan: Plan) -> list[State]:
@@ -162,13 +143,9 @@ def _refuse_use_of_rounds(plan: Plan) -> None:
     state = make_server(plan, "cpu").state
     for factor in LONGER:
         longer = replace(plan.problem, rounds=factor * plan.problem.rounds)
-        try:
+        other = state
+        with only_breaches(f"init is not tried with {longer.rounds} rounds"):  # it may refuse them
             other = make_server(replace(plan, problem=longer), "cpu").state
-        except ContractError:
-            raise
-        except RaysimError as error:  # a rule may refuse so many
-            logger.debug("init is not tried with %d rounds: %s", longer.rounds, error)
-            continue
         for key in state.keys() | other.keys():
             if key not in state or key not in other or not same_values(state[key], other[key]):
                 raise breach(
@@ -189,16 +166,11 @@ def _weighed(plan: Plan, tasks: list[ClientTask], round: RoundCohort) -> list[Cl
     rule = plan.server
     if plan.config.client_privacy is not None or not overridden(rule, ["weigh"]):
         return tasks
-    try:
+    with only_breaches("weigh is not checked"):
         round.weights = weigh(rule, round, plan.problem)
         _weigh_others(plan, round)
         if weigh(rule, round, plan.problem) != round.weights:
             raise keeps_something(rule, "`weigh` returns other weights")
-    except ContractError:
-        raise
-    except RaysimError as error:  # it may depend on the clients, so the run reports it
-        logger.debug("weigh is not checked: %s", error)
-        return tasks
     return [replace(task, weight=weight) for task, weight in zip(tasks, round.weights, strict=True)]
 
 
@@ -232,12 +204,11 @@ def _reported_metrics(plan: Plan) -> set[str] | None:
     Raises:
         RaysimError: the server rule fails, or breaks its contract.
     """
-    groups = {"": (plan.config, plan.client, plan.stages)}
-    groups |= {group.name: (group.config, group.rule, group.stages) for group in plan.groups}
+    others = ClientGroup("", plan.client, plan.config, plan.stages)
     names: set[str] = set()
-    for name, (config, rule, stages) in groups.items():
-        of_group = replace(plan, config=config, client=rule, stages=stages)
-        trainer, broadcast, tasks = SmallClients(of_group, name).stage()
+    for group in (others, *plan.groups):
+        of_group = replace(plan, config=group.config, client=group.rule, stages=group.stages)
+        trainer, broadcast, tasks = SmallClients(of_group, group.name).stage()
         for t in range(min(2, plan.config.rounds)):
             tasks = [replace(task, base=t) for task in tasks]
             updates = trainer.train_block({t: broadcast}, Block(0, tasks))

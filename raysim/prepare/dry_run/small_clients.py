@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from raysim.config.schema import Config
+from raysim.config.sections.base import with_value
 from raysim.data import Examples
 from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.engine.plan import Plan
@@ -66,9 +67,8 @@ class SmallClients:
         """
         plan = self.plan
         # The two clients have fewer examples than a large batch.
-        changes = {"upload_dtype": None, "drop_last": False}
-        local = self.config.local.model_copy(update=changes)
-        plan = replace(plan, config=self.config.model_copy(update={"local": local}))
+        config = with_value(self.config, "local.drop_last", False)
+        plan = replace(plan, config=with_value(config, "local.upload_dtype", None))
         model = plan.model(device)
         x0, buffers = model.initial()
         examples = Examples.of(

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from raysim.config.schema import Config
-from raysim.config.sections.learning_rate import ConstantStepSize
 from raysim.rules.batch import Batch
 from raysim.rules.contract import State
 from raysim.rules.errors.user_code import described
@@ -238,7 +237,7 @@ class LaneSteps(LocalSteps):
         task.global_buffers = tensors["received buffers"]
         task.facts = tensors["steps"], tensors["client"]
         # A captured step has constants as they are now; what changes is read from memory.
-        constant = isinstance(self.config.local.step_sizes, ConstantStepSize)
+        constant = isinstance(self.config.local.lr, float)
         lr = client.settings.lr if constant else tensors["lr"]
         task.settings = replace(client.settings, t=tensors["t"], lr=lr)
         if self.config.local.accumulate > 1:
