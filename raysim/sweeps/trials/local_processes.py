@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
 import sys
 from collections import Counter, deque
 from contextlib import suppress
@@ -26,17 +24,14 @@ import cloudpickle
 
 from raysim.config.sections.execution import cluster_address
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
-from raysim.imports import python_path
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
 from raysim.sweeps.early_stopping import EarlyStopping
 from raysim.sweeps.trials.trial_log import TrialLog
 from raysim.system import machine
+from raysim.system.processes import END_TIMEOUT_S, Child
 
 OUTPUT_FILE = "output.txt"
 """Name of the file in the sweep's folder for what the processes of trials print."""
-
-END_TIMEOUT_S = 5.0
-"""Seconds that an idle process gets to end before it is killed."""
 
 DEATH_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether the processes live."""
@@ -191,7 +186,7 @@ class LocalProcesses:
             output.unlink()
 
 
-class _Process:
+class _Process(Child):
     """A process of this machine that trains trials one after the other.
 
     Args:
@@ -205,23 +200,11 @@ class _Process:
         self.died = False
         """Whether it has ended by itself."""
         self.output = output
-        ours, theirs = socket.socketpair()
-        self.connection = Connection(ours.detach())
-        command = [sys.executable, "-P", "-m", "raysim.sweeps.trials"]
-        with theirs, output.open("ab") as file:
-            self.popen = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
-                env={
-                    "OMP_NUM_THREADS": str(threads),  # NumPy would take all cores for each trial
-                    **os.environ,
-                    "PYTHONPATH": python_path(),
-                },
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,  # Ctrl-C is for the process of the sweep
-            )
+        # NumPy would take all cores for each trial.
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        with output.open("ab") as file:
+            super().__init__("raysim.sweeps.trials", environment, file)
+        self.connection = Connection(self.socket.detach())
 
     def begin(self, code: bytes, job: bytes) -> None:
         """Send what the trials have in common.
@@ -276,10 +259,4 @@ class _Process:
             kill: whether to end it at once.
         """
         self.connection.close()
-        try:
-            self.popen.wait(0 if kill else END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            # With what the user's code has started there; the process leads a session of its own.
-            with suppress(ProcessLookupError):
-                os.killpg(self.popen.pid, signal.SIGKILL)
-            self.popen.wait()
+        self.end(0 if kill else END_TIMEOUT_S)
