@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from raysim.cli.base import app, job_app, print_table
-from raysim.cli.terminal import say
+from raysim.cli.terminal import aside
 from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean
 
@@ -56,7 +55,7 @@ def submit(
     command = checked_command(command, working_dir, requirements)
     cluster = JobClient(address)
     job = cluster.submit(command, working_dir, requirements)
-    say(f"job {job.id}  (raysim job logs {job.id}, raysim job stop {job.id})", file=sys.stderr)
+    aside(f"job {job.id}  (raysim job logs {job.id}, raysim job stop {job.id})")
     if wait:
         _follow_job(cluster, job.id)
 
@@ -101,16 +100,15 @@ def _follow_job(cluster: JobClient, number: str) -> None:
         for piece in cluster.follow(number):
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
-        say(
+        aside(
             f"\nthe job goes on; raysim job logs {number} follows it, and raysim job stop {number} "
-            "ends it",
-            file=sys.stderr,
+            "ends it"
         )
         raise typer.Exit(128 + signal.SIGINT) from None
     done = cluster.job(number)
     if done.state == "SUCCEEDED":
         return
-    say(f"error: job {number} has {done.state.lower()}: {done.message}", file=sys.stderr)
+    aside(f"error: job {number} has {done.state.lower()}: {done.message}")
     raise typer.Exit(done.exit_code or 1)
 
 

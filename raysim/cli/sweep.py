@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -108,10 +107,7 @@ def sweep(
         with _SweepProgress(planned, book, console) as progress:
             done = run_sweep(planned, parallel, progress, book)
     except KeyboardInterrupt as stop:
-        say(
-            "stopped; finished trials are kept, and the same command runs the rest",
-            file=sys.stderr,
-        )
+        aside("stopped; finished trials are kept, and the same command runs the rest")
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from None
     _sum_up(done, console)
     if as_json:
@@ -141,10 +137,8 @@ def _list_trials(planned: Sweep, ledger: NoLedger, console: Terminal) -> None:
         state = "ledger" if trial.folder in ledger.taken else "done" if planned.done(trial) else ""
         table.add_row(state, *values, trial.folder.name)
     print_table(table, console)
-    console.print(
-        f"folders are in {os.path.relpath(planned.trials[0].folder.parent)}", soft_wrap=True
-    )
-    console.print(_size(planned, ledger))
+    console.tell(f"folders are in {os.path.relpath(planned.trials[0].folder.parent)}")
+    console.tell(_size(planned, ledger))
 
 
 def _size(planned: Sweep, ledger: NoLedger) -> str:
@@ -161,15 +155,12 @@ def _sum_up(done: SweepResult, console: Terminal) -> None:
     """Print the results of a sweep and its failed trials."""
     from raysim.tracking import ui
 
-    console.print(f"\n{done.table}\n", soft_wrap=True)
+    console.tell(f"\n{done.table}\n")
     for trial, error in done.failed:
-        say(
-            f"failed: {trial.title}: {error.splitlines()[0]} ({trial.folder}/error.txt)",
-            file=sys.stderr,
-        )
-    console.print(done.ends)
-    console.print(f"tables, plots  {os.path.relpath(done.sweep.folder)}", soft_wrap=True)
-    console.print(f"open in MLflow {ui.hint(done.sweep.tracking, done.run_id)}", soft_wrap=True)
+        aside(f"failed: {trial.title}: {error.splitlines()[0]} ({trial.folder}/error.txt)")
+    console.tell(done.ends)
+    console.tell(f"tables, plots  {os.path.relpath(done.sweep.folder)}")
+    console.tell(f"open in MLflow {ui.hint(done.sweep.tracking, done.run_id)}")
 
 
 SUMMARY_INTERVAL_S = 10.0
@@ -199,7 +190,7 @@ class _SweepProgress:
         self.missing = self.total - self.ended
         self.began = self.last_line = time.monotonic()
         self.stages = startup_stages.shown_by(self._show_stage)
-        console.print(_size(planned, ledger))
+        console.tell(_size(planned, ledger))
 
     def __enter__(self) -> _SweepProgress:
         self.live.start()
@@ -218,21 +209,18 @@ class _SweepProgress:
             self.ended += state != "again"
             self.counts[state] += 1
             outcome = _outcome(state, facts, self.metric)
-            self.console.print(
-                f"[{self.ended}/{self.total}] {trial.title}  {outcome}",
-                soft_wrap=True,
-            )
+            self.console.tell(f"[{self.ended}/{self.total}] {trial.title}  {outcome}")
             self.last_line = time.monotonic()
         if self.console.is_terminal:
             self.live.update(Group(self._table(), self._line()), refresh=True)
         elif time.monotonic() - self.last_line > SUMMARY_INTERVAL_S:
-            self.console.print(self._line(), soft_wrap=True)
+            self.console.tell(self._line())
             self.last_line = time.monotonic()
 
     def _show_stage(self, stage: str) -> None:
         self.live.update(stage, refresh=True)
         if not self.console.is_terminal:
-            self.console.print(stage, soft_wrap=True)
+            self.console.tell(stage)
 
     def _table(self) -> Table:
         """Return the table of the running trials."""
