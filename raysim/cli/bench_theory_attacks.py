@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -300,7 +301,7 @@ def privacy_match(
         aside("no noise multiplier that was tried is within match.tolerance; this is the nearest "
               "one. Increase match.tries or match.images")  # fmt: skip
     if as_json:
-        say(json.dumps(comparison.as_object()))
+        say(json.dumps(asdict(comparison)))
 
 
 class _AttackProgress:

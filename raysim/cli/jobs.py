@@ -234,26 +234,19 @@ def _check_in_folder(key: str, path: str) -> None:
 
 def _check_store(uri: str) -> None:
     """Raise ConfigError if a job cannot use a tracking store."""
-    from raysim.config.tracking_uri import absolute_uri
+    from raysim.config.tracking_uri import absolute_uri, mask_secrets, redacted_uri
 
-    _refuse_secrets(uri)
+    if redacted_uri(uri) != uri:  # Ray's dashboard shows it
+        raise ConfigError(
+            f"tracking.uri: the password of {mask_secrets(uri)} would be shown with the job; leave "
+            "it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or "
+            "MLFLOW_TRACKING_TOKEN) on the cluster's nodes"
+        )
     absolute_uri(uri)
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         raise ConfigError(
             f"tracking.uri: {uri} would be deleted with the job's folder; use a server, "
             "http://HOST:5000, or a file on a shared disk, sqlite:////shared/mlflow.db"
-        )
-
-
-def _refuse_secrets(uri: str) -> None:
-    """Raise ConfigError for a URI with a password, because Ray's dashboard shows it."""
-    from raysim.config.tracking_uri import mask_secrets, redacted_uri
-
-    if redacted_uri(uri) != uri:
-        raise ConfigError(
-            f"tracking.uri: the password of {mask_secrets(uri)} would be shown with the job; leave "
-            "it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or "
-            "MLFLOW_TRACKING_TOKEN) on the cluster's nodes"
         )
 
 
