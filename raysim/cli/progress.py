@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from raysim.cli.terminal import Terminal
-from raysim.errors import visible
+from raysim.errors import counted, visible
 from raysim.runs.progress import ProgressText
 from raysim.system import startup_stages
 
@@ -97,8 +97,7 @@ class RunProgress:
         if self.console.is_terminal:
             self.bar.start()
         else:
-            rounds = f"{self.rounds} round{'s'[: self.rounds != 1]}"
-            self.console.tell(f"{self.text.title}: {rounds}")
+            self.console.tell(f"{self.text.title}: {counted(self.rounds, 'round')}")
         self.stages.__enter__()
         return self
 

@@ -19,7 +19,7 @@ from raysim.cli.base import NONE_GIVEN, JsonOption, app, print_table
 from raysim.cli.completion import complete_configuration, complete_override
 from raysim.cli.progress import notes_shown, preparing
 from raysim.cli.terminal import Terminal, aside, say
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, counted
 from raysim.imports import uncollected
 from raysim.runs.progress import times
 from raysim.system import startup_stages
@@ -147,8 +147,7 @@ def _size(planned: Sweep, ledger: NoLedger) -> str:
     others = " of the others" if completed else ""
     rows = "" if ledger.n_taken is None else f", {ledger.n_taken}{others} in the ledger"
     merged = f", {planned.merged} further ones would compute the same" if planned.merged else ""
-    count = "1 trial" if len(planned.trials) == 1 else f"{len(planned.trials)} trials"
-    return f"{count} ({completed} already there{rows}{merged})"
+    return f"{counted(len(planned.trials), 'trial')} ({completed} already there{rows}{merged})"
 
 
 def _sum_up(done: SweepResult, console: Terminal) -> None:

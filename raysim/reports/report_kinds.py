@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, counted
 from raysim.metrics import lower_is_better
 from raysim.reports.analysis import plots, sensitivity, speedup
 from raysim.reports.analysis.aggregate import figures_of, rows
@@ -185,7 +185,7 @@ def _lines(
 
     def plot(path: Path) -> str:
         plots.plot_curves(lines, title, x, path, logarithmic=log_x)
-        return f"{len(lines)} line{'s'[: len(lines) != 1]} in {path}"
+        return f"{counted(len(lines), 'line')} in {path}"
 
     return Report(runs, _points(lines, x).drop(columns="panel"), plot=plot)
 
