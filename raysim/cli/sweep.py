@@ -223,9 +223,7 @@ class _SweepProgress:
 
     def _table(self) -> Table:
         """Return the table of the running trials."""
-        table = Table(box=None)
-        for column in ("running", "round", *self.columns):
-            table.add_column(column)
+        table = Table("running", "round", *self.columns, box=None)
         for title, rounds, facts in self.running.values():
             figures = [f"{facts[key]:.4f}" if key in facts else "" for key in self.columns]
             table.add_row(

@@ -31,6 +31,9 @@ LAST_STEP_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0
 """Seconds that an idle child of this process gets to end before it is killed."""
 
+PARENT_CHECK_INTERVAL_S = 1.0
+"""Seconds between two checks of a child whether its parent lives."""
+
 KILL_TIMEOUT_S = 10.0
 """Time limit in seconds for a killed process to end."""
 
@@ -147,6 +150,22 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self.popen.pid, signal.SIGKILL)
             self.popen.wait()
+
+
+def end_with(parent: int, end: Callable[[], None]) -> None:
+    """End this process as soon as its parent is another one, whatever it is doing.
+
+    Args:
+        parent: process id of the parent.
+        end: ends this process.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_CHECK_INTERVAL_S)
+        end()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def descendants(processes: Iterable[Process]) -> list[Process]:

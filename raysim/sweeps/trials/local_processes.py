@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections import Counter, deque
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -125,40 +125,38 @@ class LocalProcesses:
     def _run(self, log: TrialLog, job: bytes, retries: int) -> None:
         """Give the processes trials until none is left."""
         waiting = deque(range(len(log.trials)))
-        attempts: Counter[int] = Counter()
+        retries_left = [retries] * len(log.trials)
         for process in self.processes:
             process.begin(self.code, job)
         while True:
             self._give_out(waiting, job, log)
-            busy = {p.connection: p for p in self.processes if p.place is not None}
+            busy = [process for process in self.processes if process.place is not None]
             if not busy:
                 return
-            ready = wait(list(busy), DEATH_CHECK_INTERVAL_S)
-            for connection, process in busy.items():
+            ready = wait([process.connection for process in busy], DEATH_CHECK_INTERVAL_S)
+            for process in busy:
                 # A child of a dead process may still hold the other end of the connection.
-                if connection not in ready and process.popen.poll() is None:
-                    continue
-                failed = self._heard(process, log)
-                if failed is None:
-                    continue
-                place, process.place = cast(int, process.place), None
-                if failed and attempts[place] < retries:
-                    attempts[place] += 1
-                    log.again(place)
-                    waiting.appendleft(place)
-                else:
-                    log.ended(place, died=process.died)
+                if process.connection in ready or process.popen.poll() is not None:
+                    self._hear(process, waiting, retries_left, log)
 
-    def _heard(self, process: _Process, log: TrialLog) -> bool | None:
-        """Hear what a process says: whether its trial has failed, or None while it goes on."""
+    def _hear(
+        self, process: _Process, waiting: deque[int], retries_left: list[int], log: TrialLog
+    ) -> None:
+        """Hear what a process says of its trial: a report, or that it has ended."""
         place = cast(int, process.place)
         what, content = process.receive()
         if what == "reported":
             process.send(log.reported(place, content))
-            return None
+            return
+        process.place = None
         if process.died:
             log.died(place, process.ending())
-        return process.died or bool(content)
+        if (process.died or content) and retries_left[place]:
+            retries_left[place] -= 1
+            log.again(place)
+            waiting.appendleft(place)
+        else:
+            log.ended(place, died=process.died)
 
     def _give_out(self, waiting: deque[int], job: bytes, log: TrialLog) -> None:
         """Let each idle process train a trial that waits."""
