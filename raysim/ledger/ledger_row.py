@@ -104,7 +104,9 @@ def as_line(row: Row) -> str:
     del content["place"]
     if not row.stopped:
         del content["stopped"], content["early_stopping"]
-    return _json({**content, "check": _checksum(content)})
+    content["check"] = _checksum(content)
+    # JSON has neither NaN nor infinities.
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
 def from_line(line: str, place: str = "") -> Row:
@@ -130,11 +132,6 @@ def from_line(line: str, place: str = "") -> Row:
     # By its checksum it is what `as_line` wrote.
     del content["ledger"]
     return Row(**content | {"history": _decoded(content["history"]), "place": place})
-
-
-def _json(content: Any) -> str:
-    """Return compact JSON without NaN and infinities."""
-    return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
