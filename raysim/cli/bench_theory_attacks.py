@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +25,7 @@ from raysim.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from raysim.attacks.gradient_inversion import AttackCallback
     from raysim.diagnostics.convergence import Condition
     from raysim.engine.plan import Plan
 
@@ -239,7 +241,7 @@ def attack(
     from raysim.attacks import gradient_inversion as attacks
 
     console = Terminal(as_json)
-    with _AttackProgress(console) as progress:
+    with _attack_progress(console) as progress:
         result, folder = attacks.attack(run_dir, overrides, progress)
     table = Table("client", "label", "cost", "PSNR (dB)", box=None)
     for client in result.clients:
@@ -304,32 +306,26 @@ def privacy_match(
         say(json.dumps(asdict(comparison)))
 
 
-class _AttackProgress:
-    """One live line on a terminal, a plain line every few seconds elsewhere."""
+@contextmanager
+def _attack_progress(console: Terminal) -> Iterator[AttackCallback]:
+    """Yield a callback that shows iterations: live on a terminal, else a line every few seconds."""
+    interval_s = 0.5 if console.is_terminal else 5
+    began = last = time.monotonic()
 
-    def __init__(self, console: Terminal):
-        self.console = console
-        # It shows nothing where the output is not a terminal.
-        self.status = console.status("reading the run")
-        self.interval = 0.5 if console.is_terminal else 5
-        self.began = self.last = time.monotonic()
-
-    def __enter__(self) -> _AttackProgress:
-        self.status.start()
-        return self
-
-    def __exit__(self, *stop: object) -> None:
-        self.status.stop()
-
-    def __call__(self, done: int, total: int, costs: Tensor) -> None:
+    def show(done: int, total: int, costs: Tensor) -> None:
+        nonlocal began, last
         now = time.monotonic()
         if done == 1:  # time before the first iteration does not count
-            self.began = now
-        if now - self.last < self.interval and done not in (1, total):
+            began = now
+        if now - last < interval_s and done not in (1, total):
             return
-        self.last, seconds_left = now, (now - self.began) / max(done - 1, 1) * (total - done)
-        status = f"iteration {done}/{total}  mean cost {float(costs.mean()):.4g}"
-        status += f"  {seconds_left:.0f} s left" if 1 < done < total else ""
-        self.status.update(status)
-        if not self.console.is_terminal:
-            self.console.tell(status)
+        last, seconds_left = now, (now - began) / max(done - 1, 1) * (total - done)
+        line = f"iteration {done}/{total}  mean cost {float(costs.mean()):.4g}"
+        line += f"  {seconds_left:.0f} s left" if 1 < done < total else ""
+        status.update(line)
+        if not console.is_terminal:
+            console.tell(line)
+
+    # It shows nothing where the output is not a terminal.
+    with console.status("reading the run") as status:
+        yield show
