@@ -31,7 +31,7 @@ from raysim.reports.table_report import (
     split_keys,
 )
 from raysim.reports.table_row import differs
-from raysim.reports.tables.results_table import with_numbers
+from raysim.reports.tables.results_table import as_markdown, with_numbers
 from raysim.reports.tracked import Statistic, TrackedRun
 from raysim.reports.value_names import Names, names_given
 
@@ -314,18 +314,20 @@ def speedup_report(
     frame = pd.DataFrame(records, columns=["seed", over, "rounds"])
     frame.attrs = {"slope": slope.mean, "slope_low": slope.low, "slope_high": slope.high}
     frame.attrs["seeds"] = slope.n
-    text = [f"| {over} | rounds to {target:g} (each seed) |", "| --- | --- |"]
-    for x, rounds in frame.groupby(over)["rounds"]:
-        text.append(f"| {x:g} | {', '.join(map('{:.4g}'.format, rounds))} |")
-    text.append(
-        f"slope {slope.mean:.3f}, 95 % interval [{slope.low:.3f}, {slope.high:.3f}] over "
-        f"{slope.n} seeds"
+    texts = [
+        (f"{x:g}", ", ".join(map("{:.4g}".format, rounds)))
+        for x, rounds in frame.groupby(over)["rounds"]
+    ]
+    table = pd.DataFrame(texts, columns=[over, f"rounds to {target:g} (each seed)"])
+    text = (
+        f"{as_markdown(table)}\nslope {slope.mean:.3f}, 95 % interval "
+        f"[{slope.low:.3f}, {slope.high:.3f}] over {slope.n} seeds"
     )
 
     def plot(path: Path) -> None:
         plots.plot_speedup(lines, slope, f"{metric} {target:g}", over, path)
 
-    return Report(runs, frame, "\n".join(text), plot)
+    return Report(runs, frame, text, plot)
 
 
 PLOTTED_KINDS: dict[str, Callable[..., Report]] = {
