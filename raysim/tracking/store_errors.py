@@ -59,6 +59,10 @@ def remedy(uri: str, error: Exception | None) -> str:
             "Another version of MLflow made this database; keep a copy of it, then: mlflow db "
             f"upgrade {mask_secrets(uri)}"
         )
+    if isinstance(error, FileRefused):
+        return "Make the artifact store of the run usable from here"
+    if isinstance(error, RunDeleted):
+        return "Restore the run"
     if isinstance(error, ProcessFailed):
         return "See what it printed, and that this machine has memory for it (raysim doctor)"
     if isinstance(error, ImportError):
