@@ -95,7 +95,6 @@ def invert(
     observations: Sequence[Observation],
     options: AttackOptions,
     progress: AttackCallback = lambda done, total, costs: None,
-    side_by_side: bool = True,
 ) -> AttackResult:
     """Attack the observations of one round, side by side if net and rule allow it.
 
@@ -104,8 +103,6 @@ def invert(
         observations: what the attacker has seen of each client in the round.
         options: the options of the attack; `round` is not used.
         progress: called after each iteration with the iterations done, their total, and the costs.
-        side_by_side: whether clients may be attacked at once under vmap; False: one after the
-            other.
 
     Returns:
         The reconstructions in the order of the observations.
@@ -130,8 +127,8 @@ def invert(
 
     reconstructions: dict[int, Reconstruction] = {}
     for group in groups:
-        simulator = GradientSimulator(plan, group, options, options.device)
-        simulator.dry_run(side_by_side)
+        simulator = GradientSimulator(plan, group, options)
+        simulator.dry_run()
         starts = [
             _descend(simulator, restart, options, pixels, report)
             for restart in range(options.restarts)

@@ -161,15 +161,13 @@ class GradientSimulator:
         plan: the run whose model and client rule are simulated.
         seen: the observations of the clients, at least one.
         options: the options of the attack.
-        device: name of the torch device.
 
     Raises:
         ConfigError: the adaptive attacker cannot simulate the client rule.
     """
 
-    def __init__(
-        self, plan: Plan, seen: Sequence[Observation], options: AttackOptions, device: str = "cpu"
-    ):
+    def __init__(self, plan: Plan, seen: Sequence[Observation], options: AttackOptions):
+        device = options.device
         group, base = plan.group(seen[0].client), seen[0].base
         config, local = group.config, group.config.local
         self.options, self.name = options, config.model.name
@@ -221,17 +219,14 @@ class GradientSimulator:
         images = [torch.from_numpy(rng.standard_normal(self.shape)) for rng in keyed]
         return torch.stack(images).to(self.g.device, self.g.dtype)
 
-    def dry_run(self, side_by_side: bool = True) -> None:
+    def dry_run(self) -> None:
         """Find out whether the observations can be attacked side by side.
-
-        Args:
-            side_by_side: whether clients may be attacked at once; False: one after the other.
 
         Raises:
             ConfigError: they cannot be attacked at all.
         """
         x = self.starts(0)[:2]
-        reason = self._why_not_side_by_side(x) if side_by_side else "asked for"
+        reason = self._why_not_side_by_side(x)
         self.vmap = not reason
         if reason:
             logger.info("attack: one client after the other (%s)", reason)

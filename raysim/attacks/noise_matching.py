@@ -141,10 +141,6 @@ class MatchResult:
     sides: tuple[MatchedMethod, MatchedMethod]
     """The method to match, and its rival."""
 
-    def as_object(self) -> dict[str, Any]:
-        """Return the result as a mapping for JSON."""
-        return asdict(self)
-
 
 def bisect(
     measure: Callable[[float], float],
@@ -252,9 +248,7 @@ def match(
     matched = MatchResult(
         target, tries, abs(attacks[sigma].psnr - target) <= section.tolerance, sides
     )
-    (Path(sides[0].run_dir) / "match.json").write_text(
-        json.dumps(matched.as_object(), indent=1) + "\n"
-    )
+    (Path(sides[0].run_dir) / "match.json").write_text(json.dumps(asdict(matched), indent=1) + "\n")
     return matched
 
 

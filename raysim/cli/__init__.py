@@ -18,7 +18,7 @@ from typing import Any
 import typer
 
 from raysim.cli.base import app
-from raysim.cli.terminal import LogFormatter, say
+from raysim.cli.terminal import LogFormatter, aside, say
 from raysim.distributed.cluster import versions
 from raysim.errors import ConfigError, RaysimError, shortened
 from raysim.system import output, processes
@@ -46,25 +46,24 @@ def main() -> None:
         code = app(standalone_mode=False)
     except UsageError as error:
         if text := _usage_text(error):
-            say(f"error: {text}", file=sys.stderr)
+            aside(f"error: {text}")
         sys.exit(ConfigError.exit_code)
     except RaysimError as error:
         # How to go on stands with the run's folder; standard error has the error alone.
         for note in getattr(error, "__notes__", ()):
             say(note, file=sys.stderr if "--json" in sys.argv else sys.stdout)
-        say(f"error: {error}", file=sys.stderr)
+        aside(f"error: {error}")
         if _folder_is_gone():
-            say(FOLDER_IS_GONE, file=sys.stderr)
+            aside(FOLDER_IS_GONE)
         sys.exit(error.exit_code)
     except OSError as error:
         if isinstance(error, FileNotFoundError) and _folder_is_gone():
-            say(f"error: {FOLDER_IS_GONE}", file=sys.stderr)
+            aside(f"error: {FOLDER_IS_GONE}")
             sys.exit(RaysimError.exit_code)
         if error.errno != errno.ENAMETOOLONG:
             raise
-        say(
-            f"error: {shortened(repr(error.filename))} is too long for a path; give a shorter one",
-            file=sys.stderr,
+        aside(
+            f"error: {shortened(repr(error.filename))} is too long for a path; give a shorter one"
         )
         sys.exit(ConfigError.exit_code)
     sys.exit(code or 0)

@@ -7,9 +7,10 @@ updates of a run.
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,12 +19,13 @@ from rich.table import Table
 
 from raysim.cli.base import NONE_GIVEN, Configuration, JsonOption, Overrides, app, print_table
 from raysim.cli.completion import complete_configuration, complete_override
-from raysim.cli.terminal import Terminal, say
+from raysim.cli.terminal import Terminal, aside, say
 from raysim.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from raysim.attacks.gradient_inversion import AttackCallback
     from raysim.diagnostics.convergence import Condition
     from raysim.engine.plan import Plan
 
@@ -59,11 +61,11 @@ def bench(
             candidate.problem
             or f"{candidate.clients_per_second:8.1f} clients/s over {candidate.rounds} rounds"
         )
-        console.print(f"{candidate.text or 'as given':64} {outcome}", soft_wrap=True)
+        console.tell(f"{candidate.text or 'as given':64} {outcome}")
 
     best = benches.bench(config, overrides, seconds=seconds, blocks=blocks, tell=tell).best
     assert best is not None
-    console.print(f"fastest: {best.text or 'as given'}", soft_wrap=True)
+    console.tell(f"fastest: {best.text or 'as given'}")
     if as_json:
         say(
             json.dumps(
@@ -111,21 +113,20 @@ def check_convergence(
     else:
         L, source = _smoothness(plan, sample, console)
     s = theorems.theorem_inputs(plan)
-    console.print(f"{plan.label} on {plan.config.data.name}: "
+    console.tell(f"{plan.label} on {plan.config.data.name}: "
                   f"N {s.clients}, S {s.cohort}, I {s.steps}, T {s.rounds}, "
-                  f"beta1 {s.beta1:g}, L {L:.4g} ({source})",
-                  soft_wrap=True)  # fmt: skip
+                  f"beta1 {s.beta1:g}, L {L:.4g} ({source})")  # fmt: skip
     departures = theorems.departures(plan)
     for departure in departures:
-        console.print(f"differs from the theorem: {departure}", soft_wrap=True)
+        console.tell(f"differs from the theorem: {departure}")
     conditions = theorems.conditions(s, L)
     _print_conditions(conditions, console)
     lr, server_lr = theorems.largest_lr(s, L), theorems.largest_server_lr(s, L)
     alone = f"{server_lr:.3g}" if server_lr else "none: local.lr is too large by itself"
-    console.print(f"largest local.lr with server lr {s.server_lr:g}   {lr:.3g}")
-    console.print(f"largest server lr with local.lr {s.lr:g}   {alone}")
+    console.tell(f"largest local.lr with server lr {s.server_lr:g}   {lr:.3g}")
+    console.tell(f"largest server lr with local.lr {s.lr:g}   {alone}")
     steps = theorems.corollary(s, L)
-    console.print(
+    console.tell(
         f"Corollary 1 for T = {s.rounds}   local.lr {steps[0]:.4g}, server lr {steps[1]:.4g}"
     )
     if as_json:
@@ -240,7 +241,7 @@ def attack(
     from raysim.attacks import gradient_inversion as attacks
 
     console = Terminal(as_json)
-    with _AttackProgress(console) as progress:
+    with _attack_progress(console) as progress:
         result, folder = attacks.attack(run_dir, overrides, progress)
     table = Table("client", "label", "cost", "PSNR (dB)", box=None)
     for client in result.clients:
@@ -249,17 +250,14 @@ def attack(
         table.add_row(str(client.client), labels, f"{client.cost:.4g}", quality)
     print_table(table, console)
     exact = f", {result.exact} recovered exactly (not counted)" if result.exact else ""
-    console.print(
+    console.tell(
         f"mean PSNR      {result.psnr:.2f} dB{exact}, median {result.median:.2f}, in "
         f"{result.seconds:.1f} s"
     )
-    console.print(f"images         {folder / 'attack.png'}", soft_wrap=True)
+    console.tell(f"images         {folder / 'attack.png'}")
     if result.failed:
         clients = ", ".join(map(str, result.failed))
-        say(
-            f"the cost is not finite for client {clients}; lower lr, or try another seed",
-            file=sys.stderr,
-        )
+        aside(f"the cost is not finite for client {clients}; lower lr, or try another seed")
     if as_json:
         say(json.dumps({**result.as_object(), "folder": str(folder.absolute())}))
 
@@ -280,7 +278,7 @@ def privacy_match(
     from raysim.attacks import noise_matching as matches
 
     console = Terminal(as_json)
-    comparison = matches.match(config, overrides, lambda line: console.print(line, soft_wrap=True))
+    comparison = matches.match(config, overrides, console.tell)
     attackers = list(comparison.sides[0].attacks)
     table = Table(
         "method",
@@ -300,42 +298,34 @@ def privacy_match(
     print_table(table, console)
     for side in comparison.sides:
         for attack_result in side.attacks.values():
-            console.print(
-                f"images         {Path(attack_result.folder) / 'attack.png'}", soft_wrap=True
-            )
+            console.tell(f"images         {Path(attack_result.folder) / 'attack.png'}")
     if not comparison.within:
-        say("no noise multiplier that was tried is within match.tolerance; this is the nearest "
-              "one. Increase match.tries or match.images", file=sys.stderr)  # fmt: skip
+        aside("no noise multiplier that was tried is within match.tolerance; this is the nearest "
+              "one. Increase match.tries or match.images")  # fmt: skip
     if as_json:
-        say(json.dumps(comparison.as_object()))
+        say(json.dumps(asdict(comparison)))
 
 
-class _AttackProgress:
-    """One live line on a terminal, a plain line every few seconds elsewhere."""
+@contextmanager
+def _attack_progress(console: Terminal) -> Iterator[AttackCallback]:
+    """Yield a callback that shows iterations: live on a terminal, else a line every few seconds."""
+    interval_s = 0.5 if console.is_terminal else 5
+    began = last = time.monotonic()
 
-    def __init__(self, console: Terminal):
-        self.console = console
-        # It shows nothing where the output is not a terminal.
-        self.status = console.status("reading the run")
-        self.interval = 0.5 if console.is_terminal else 5
-        self.began = self.last = time.monotonic()
-
-    def __enter__(self) -> _AttackProgress:
-        self.status.start()
-        return self
-
-    def __exit__(self, *stop: object) -> None:
-        self.status.stop()
-
-    def __call__(self, done: int, total: int, costs: Tensor) -> None:
+    def show(done: int, total: int, costs: Tensor) -> None:
+        nonlocal began, last
         now = time.monotonic()
         if done == 1:  # time before the first iteration does not count
-            self.began = now
-        if now - self.last < self.interval and done not in (1, total):
+            began = now
+        if now - last < interval_s and done not in (1, total):
             return
-        self.last, seconds_left = now, (now - self.began) / max(done - 1, 1) * (total - done)
-        status = f"iteration {done}/{total}  mean cost {float(costs.mean()):.4g}"
-        status += f"  {seconds_left:.0f} s left" if 1 < done < total else ""
-        self.status.update(status)
-        if not self.console.is_terminal:
-            self.console.print(status, soft_wrap=True)
+        last, seconds_left = now, (now - began) / max(done - 1, 1) * (total - done)
+        line = f"iteration {done}/{total}  mean cost {float(costs.mean()):.4g}"
+        line += f"  {seconds_left:.0f} s left" if 1 < done < total else ""
+        status.update(line)
+        if not console.is_terminal:
+            console.tell(line)
+
+    # It shows nothing where the output is not a terminal.
+    with console.status("reading the run") as status:
+        yield show

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from raysim.cli.base import app, job_app, print_table
-from raysim.cli.terminal import say
+from raysim.cli.terminal import aside
 from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean
 
@@ -56,7 +55,7 @@ def submit(
     command = checked_command(command, working_dir, requirements)
     cluster = JobClient(address)
     job = cluster.submit(command, working_dir, requirements)
-    say(f"job {job.id}  (raysim job logs {job.id}, raysim job stop {job.id})", file=sys.stderr)
+    aside(f"job {job.id}  (raysim job logs {job.id}, raysim job stop {job.id})")
     if wait:
         _follow_job(cluster, job.id)
 
@@ -101,16 +100,15 @@ def _follow_job(cluster: JobClient, number: str) -> None:
         for piece in cluster.follow(number):
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
-        say(
+        aside(
             f"\nthe job goes on; raysim job logs {number} follows it, and raysim job stop {number} "
-            "ends it",
-            file=sys.stderr,
+            "ends it"
         )
         raise typer.Exit(128 + signal.SIGINT) from None
     done = cluster.job(number)
     if done.state == "SUCCEEDED":
         return
-    say(f"error: job {number} has {done.state.lower()}: {done.message}", file=sys.stderr)
+    aside(f"error: job {number} has {done.state.lower()}: {done.message}")
     raise typer.Exit(done.exit_code or 1)
 
 
@@ -236,26 +234,19 @@ def _check_in_folder(key: str, path: str) -> None:
 
 def _check_store(uri: str) -> None:
     """Raise ConfigError if a job cannot use a tracking store."""
-    from raysim.config.tracking_uri import absolute_uri
+    from raysim.config.tracking_uri import absolute_uri, mask_secrets, redacted_uri
 
-    _refuse_secrets(uri)
+    if redacted_uri(uri) != uri:  # Ray's dashboard shows it
+        raise ConfigError(
+            f"tracking.uri: the password of {mask_secrets(uri)} would be shown with the job; leave "
+            "it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or "
+            "MLFLOW_TRACKING_TOKEN) on the cluster's nodes"
+        )
     absolute_uri(uri)
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         raise ConfigError(
             f"tracking.uri: {uri} would be deleted with the job's folder; use a server, "
             "http://HOST:5000, or a file on a shared disk, sqlite:////shared/mlflow.db"
-        )
-
-
-def _refuse_secrets(uri: str) -> None:
-    """Raise ConfigError for a URI with a password, because Ray's dashboard shows it."""
-    from raysim.config.tracking_uri import mask_secrets, redacted_uri
-
-    if redacted_uri(uri) != uri:
-        raise ConfigError(
-            f"tracking.uri: the password of {mask_secrets(uri)} would be shown with the job; leave "
-            "it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or "
-            "MLFLOW_TRACKING_TOKEN) on the cluster's nodes"
         )
 
 

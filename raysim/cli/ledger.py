@@ -10,7 +10,7 @@ import typer
 
 from raysim.cli.base import NONE_GIVEN, ledger_app
 from raysim.cli.terminal import aside, say
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from raysim.ledger.ledger_row import Row
@@ -86,8 +86,8 @@ def check(
     for row in rows:
         if reason := recomputed.why_other_identity(row):
             name(f"{row.place}: {reason}")
-    noun = "problem" if len(problems) == 1 else "problems"
-    say(f"{len(rows)} rows, {len(ledger_file.unique(rows))} runs, {len(problems)} {noun}")
+    n_problems = counted(len(problems), "problem")
+    say(f"{len(rows)} rows, {len(ledger_file.unique(rows))} runs, {n_problems}")
     overrides = parse_overrides(keys)
     chosen = recomputed.having(recomputed.comparable(rows), where)
     for row in chosen[:recompute]:

@@ -248,6 +248,6 @@ def doctor() -> None:
     for name, good, report in diagnosis.examine():
         failures += good is False
         mark = {True: "ok ", None: "but", False: "NOT"}[good]
-        console.print(f"{mark}  {name:<12} {report}", soft_wrap=True)
+        console.tell(f"{mark}  {name:<12} {report}")
     if failures:
         sys.exit(1)

@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from raysim.cli.terminal import Terminal
-from raysim.errors import visible
+from raysim.errors import counted, visible
 from raysim.runs.progress import ProgressText
 from raysim.system import startup_stages
 
@@ -45,7 +45,7 @@ def preparing(console: Terminal, title: str) -> Iterator[None]:
         title: text before the stage on a terminal, such as the name of a configuration.
     """
     if not console.is_terminal:
-        with startup_stages.shown_by(lambda stage: console.print(stage, soft_wrap=True)):
+        with startup_stages.shown_by(console.tell):
             yield
         return
     with (
@@ -63,9 +63,7 @@ def notes_shown(console: Terminal) -> AbstractContextManager[None]:
     Args:
         console: where the notes are printed.
     """
-    return startup_stages.notes_shown_by(
-        lambda note: console.print(f"note: {note}", soft_wrap=True)
-    )
+    return startup_stages.notes_shown_by(lambda note: console.tell(f"note: {note}"))
 
 
 class RunProgress:
@@ -99,8 +97,7 @@ class RunProgress:
         if self.console.is_terminal:
             self.bar.start()
         else:
-            rounds = f"{self.rounds} round{'s'[: self.rounds != 1]}"
-            self.console.print(f"{self.text.title}: {rounds}")
+            self.console.tell(f"{self.text.title}: {counted(self.rounds, 'round')}")
         self.stages.__enter__()
         return self
 
@@ -119,14 +116,14 @@ class RunProgress:
             return
         line = self.text.round_line(record, now)
         if done and (now - self.last_line > LINE_INTERVAL_S or done in (1, self.rounds)):
-            self.console.print(line, soft_wrap=True)
+            self.console.tell(line)
             self.last_line = now
 
     def _show_stage(self, stage: str) -> None:
         if self.console.is_terminal:
             self.bar.update(self.task, status=visible(stage))
         else:
-            self.console.print(stage, soft_wrap=True)
+            self.console.tell(stage)
 
 
 def summary(result: RunResult, done_before: int = 0) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -21,7 +20,7 @@ from raysim.cli.base import (
     print_table,
 )
 from raysim.cli.progress import RunProgress, notes_shown, preparing, summary
-from raysim.cli.terminal import Terminal, say
+from raysim.cli.terminal import Terminal, aside, say
 from raysim.errors import ClientError, ConfigError, counted, round_name
 from raysim.imports import uncollected
 
@@ -102,7 +101,7 @@ def resume(
     with preparing(console, run):
         reopened = forked(run, overrides) if fork else (*reopen(run, overrides), None)
     saved = reopened[2]
-    console.print(
+    console.tell(
         f"resumes after round {saved.facts['round']}" if saved else "no checkpoint: begins again"
     )
     _execute_and_print(as_json, console, *reopened)
@@ -124,14 +123,14 @@ def _execute_and_print(
         with RunProgress(plan, console) as progress:
             done = execute(plan, folder, saved, origin, progress=progress)
     except KeyboardInterrupt as stop:
-        say(f"stopped; {_what_is_left(plan, folder)}", file=sys.stderr)
+        aside(f"stopped; {_what_is_left(plan, folder)}")
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from None
-    console.print(summary(done, saved.facts["round"] if saved else 0), soft_wrap=True)
-    console.print(f"run directory  {done.run_dir}", soft_wrap=True)
-    console.print(f"digest         {done.digest}", soft_wrap=True)
+    console.tell(summary(done, saved.facts["round"] if saved else 0))
+    console.tell(f"run directory  {done.run_dir}")
+    console.tell(f"digest         {done.digest}")
     if done.run_id:
         hint = ui.hint(plan.config.tracking, done.run_id)
-        console.print(f"open in MLflow {hint}", soft_wrap=True)
+        console.tell(f"open in MLflow {hint}")
     if as_json:
         say(json.dumps(done.as_object()))
 

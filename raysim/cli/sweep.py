@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from raysim.cli.base import NONE_GIVEN, JsonOption, app, print_table
 from raysim.cli.completion import complete_configuration, complete_override
 from raysim.cli.progress import notes_shown, preparing
 from raysim.cli.terminal import Terminal, aside, say
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, counted
 from raysim.imports import uncollected
 from raysim.runs.progress import times
 from raysim.system import startup_stages
@@ -108,10 +107,7 @@ def sweep(
         with _SweepProgress(planned, book, console) as progress:
             done = run_sweep(planned, parallel, progress, book)
     except KeyboardInterrupt as stop:
-        say(
-            "stopped; finished trials are kept, and the same command runs the rest",
-            file=sys.stderr,
-        )
+        aside("stopped; finished trials are kept, and the same command runs the rest")
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from None
     _sum_up(done, console)
     if as_json:
@@ -141,10 +137,8 @@ def _list_trials(planned: Sweep, ledger: NoLedger, console: Terminal) -> None:
         state = "ledger" if trial.folder in ledger.taken else "done" if planned.done(trial) else ""
         table.add_row(state, *values, trial.folder.name)
     print_table(table, console)
-    console.print(
-        f"folders are in {os.path.relpath(planned.trials[0].folder.parent)}", soft_wrap=True
-    )
-    console.print(_size(planned, ledger))
+    console.tell(f"folders are in {os.path.relpath(planned.trials[0].folder.parent)}")
+    console.tell(_size(planned, ledger))
 
 
 def _size(planned: Sweep, ledger: NoLedger) -> str:
@@ -153,23 +147,19 @@ def _size(planned: Sweep, ledger: NoLedger) -> str:
     others = " of the others" if completed else ""
     rows = "" if ledger.n_taken is None else f", {ledger.n_taken}{others} in the ledger"
     merged = f", {planned.merged} further ones would compute the same" if planned.merged else ""
-    count = "1 trial" if len(planned.trials) == 1 else f"{len(planned.trials)} trials"
-    return f"{count} ({completed} already there{rows}{merged})"
+    return f"{counted(len(planned.trials), 'trial')} ({completed} already there{rows}{merged})"
 
 
 def _sum_up(done: SweepResult, console: Terminal) -> None:
     """Print the results of a sweep and its failed trials."""
     from raysim.tracking import ui
 
-    console.print(f"\n{done.table}\n", soft_wrap=True)
+    console.tell(f"\n{done.table}\n")
     for trial, error in done.failed:
-        say(
-            f"failed: {trial.title}: {error.splitlines()[0]} ({trial.folder}/error.txt)",
-            file=sys.stderr,
-        )
-    console.print(done.ends)
-    console.print(f"tables, plots  {os.path.relpath(done.sweep.folder)}", soft_wrap=True)
-    console.print(f"open in MLflow {ui.hint(done.sweep.tracking, done.run_id)}", soft_wrap=True)
+        aside(f"failed: {trial.title}: {error.splitlines()[0]} ({trial.folder}/error.txt)")
+    console.tell(done.ends)
+    console.tell(f"tables, plots  {os.path.relpath(done.sweep.folder)}")
+    console.tell(f"open in MLflow {ui.hint(done.sweep.tracking, done.run_id)}")
 
 
 SUMMARY_INTERVAL_S = 10.0
@@ -199,7 +189,7 @@ class _SweepProgress:
         self.missing = self.total - self.ended
         self.began = self.last_line = time.monotonic()
         self.stages = startup_stages.shown_by(self._show_stage)
-        console.print(_size(planned, ledger))
+        console.tell(_size(planned, ledger))
 
     def __enter__(self) -> _SweepProgress:
         self.live.start()
@@ -218,27 +208,22 @@ class _SweepProgress:
             self.ended += state != "again"
             self.counts[state] += 1
             outcome = _outcome(state, facts, self.metric)
-            self.console.print(
-                f"[{self.ended}/{self.total}] {trial.title}  {outcome}",
-                soft_wrap=True,
-            )
+            self.console.tell(f"[{self.ended}/{self.total}] {trial.title}  {outcome}")
             self.last_line = time.monotonic()
         if self.console.is_terminal:
             self.live.update(Group(self._table(), self._line()), refresh=True)
         elif time.monotonic() - self.last_line > SUMMARY_INTERVAL_S:
-            self.console.print(self._line(), soft_wrap=True)
+            self.console.tell(self._line())
             self.last_line = time.monotonic()
 
     def _show_stage(self, stage: str) -> None:
         self.live.update(stage, refresh=True)
         if not self.console.is_terminal:
-            self.console.print(stage, soft_wrap=True)
+            self.console.tell(stage)
 
     def _table(self) -> Table:
         """Return the table of the running trials."""
-        table = Table(box=None)
-        for column in ("running", "round", *self.columns):
-            table.add_column(column)
+        table = Table("running", "round", *self.columns, box=None)
         for title, rounds, facts in self.running.values():
             figures = [f"{facts[key]:.4f}" if key in facts else "" for key in self.columns]
             table.add_row(

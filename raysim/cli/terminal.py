@@ -25,6 +25,14 @@ class Terminal(Console):
     def __init__(self, stderr: bool = False, **options: Any) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, **options)
 
+    def tell(self, line: str) -> None:
+        """Print a line that is not broken where the terminal's width ends.
+
+        Args:
+            line: the line.
+        """
+        self.print(line, soft_wrap=True)
+
     def render_str(self, text: str, **options: Any) -> Text:
         """Return text as rich prints it; all strings pass here, those in tables too."""
         return super().render_str(visible(text), **options)

@@ -11,7 +11,7 @@ import typer
 
 from raysim.cli.base import app
 from raysim.cli.completion import complete_experiment
-from raysim.cli.terminal import say
+from raysim.cli.terminal import aside, say
 from raysim.errors import RaysimError
 
 
@@ -48,7 +48,7 @@ def ui(
     try:
         with stoppable(), pages.served(store, port) as server:
             _show(pages.link(f"http://127.0.0.1:{port}", opened), browser)
-            say("Ctrl-C ends it", file=sys.stderr)
+            aside("Ctrl-C ends it")
             code = server.wait()
     except KeyboardInterrupt:
         return

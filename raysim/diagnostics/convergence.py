@@ -431,7 +431,7 @@ class ConvergenceMonitor(Probe):
                 trainer.clients.sizes, self.sample, trainer.config.seed
             )
             self.gradients = FullGradients(trainer, clients, trainer.server.weights)
-        return self.gradients.measure(model.global_params, curvature=self.L is None).metrics()
+        return self.gradients.measure(model.global_params, curvature=self.L is None)
 
     def follow(self, record: Mapping[str, float]) -> dict[str, float]:
         """Return the conditions and the bound of the theorem; {} if the model was not evaluated.

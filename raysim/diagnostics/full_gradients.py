@@ -98,30 +98,6 @@ def why_no_curvature(model: Model) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Measurements at one model."""
-
-    f: float
-    """Mean loss f."""
-
-    grad_norm2: float
-    """‖∇f‖²."""
-
-    rho2_max: float
-    """Largest ‖∇f_i - ∇f‖² of a client."""
-
-    rho2_mean: float
-    """Weighted mean of ‖∇f_i - ∇f‖² over the clients."""
-
-    curvature: float | None
-    """Largest ‖H_i v‖ of a client along its unit gradient v; None if it was not requested."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return the measurements by name, without those that were not requested."""
-        return {k: v for k, v in vars(self).items() if v is not None}
-
-
 class FullGradients:
     """Full gradients and curvature of K clients, on the trainer's device.
 
@@ -138,26 +114,34 @@ class FullGradients:
         shares = trainer.clients.sizes[clients] if weights == "samples" else np.ones(len(clients))
         self.weights = (shares / shares.sum()).tolist()
 
-    def measure(self, x: Tensor, curvature: bool) -> Measured:
+    def measure(self, x: Tensor, curvature: bool) -> dict[str, float]:
         """Return loss, gradients' norms and curvature at some parameters.
 
         Args:
             x: [P], the parameters.
             curvature: whether to measure the curvature, too.
+
+        Returns:
+            `f`, the mean loss; `grad_norm2`, ‖∇f‖²; `rho2_max` and `rho2_mean`, the largest and the
+            weighted mean ‖∇f_i - ∇f‖² of a client; and `curvature`, the largest ‖H_i v‖ of a client
+            along its unit gradient v.
         """
         self.bound.w.copy_(x)
         values, rows = zip(*(self._gradient(client) for client in self.clients), strict=True)
         mean = weighted_sum(rows, self.weights)
         rho2 = [norm(row - mean) ** 2 for row in rows]
-        pairs = zip(self.clients, rows, strict=True)
-        largest = (
-            max(norm(self._hessian_product(i, row)) / max(norm(row), 1e-300) for i, row in pairs)
-            if curvature
-            else None
-        )
-        f = float(np.dot(self.weights, values))
-        rho2_mean = float(np.dot(self.weights, rho2))
-        return Measured(f, norm(mean) ** 2, max(rho2), rho2_mean, largest)
+        measured = {
+            "f": float(np.dot(self.weights, values)),
+            "grad_norm2": norm(mean) ** 2,
+            "rho2_max": max(rho2),
+            "rho2_mean": float(np.dot(self.weights, rho2)),
+        }
+        if curvature:
+            pairs = zip(self.clients, rows, strict=True)
+            measured["curvature"] = max(
+                norm(self._hessian_product(i, row)) / max(norm(row), 1e-300) for i, row in pairs
+            )
+        return measured
 
     def largest_curvature(self, x: Tensor) -> float:
         """Return max_i ‖H_i‖ at the parameters x [P], estimated by the power method.

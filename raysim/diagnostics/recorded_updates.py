@@ -159,9 +159,8 @@ def write_observations(
             tensors[f"client/{client}/{key}"] = torch.from_numpy(value)
     folder = run_dir / "updates"
     folder.mkdir(exist_ok=True)
-    part = folder / f"round-{t:06d}.part"
-    save_file(tensors, part, {"clients": json.dumps(clients)})
-    part.replace(part.with_suffix(".safetensors"))
+    with files.whole(folder / f"round-{t:06d}.safetensors") as part:
+        save_file(tensors, part, {"clients": json.dumps(clients)})
 
 
 def read_observations(run_dir: Path, t: int | None = None) -> list[Observation]:

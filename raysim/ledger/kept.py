@@ -108,18 +108,19 @@ def _summed(series: Series, rounds: Container[int]) -> Series:
 def _is_kept(name: str) -> bool:
     """Return True if a row keeps a metric."""
     metric = find_metric(name)
-    if metric is None or metric.users_own or metric.is_count or name in KEPT_OF_EVERY_ROUND:
+    if metric is None or _is_of_all_rounds(name):
         return True
     return not metric.logged.startswith("every round") and not name.startswith("system/")
 
 
 def _is_cut(name: str) -> bool:
     """Return True if a row keeps a metric only for the evaluated rounds."""
+    prefixes = ("accuracy/", "privacy/")
+    return _is_of_all_rounds(name) or name in EVALUATIONS or name.startswith(prefixes)
+
+
+def _is_of_all_rounds(name: str) -> bool:
+    """Return True if a row keeps a metric that rounds without an evaluation have, too."""
     metric = find_metric(name)
-    return (
-        metric is None
-        or metric.users_own
-        or metric.is_count
-        or name in (*KEPT_OF_EVERY_ROUND, *EVALUATIONS)
-        or name.startswith(("accuracy/", "privacy/"))
-    )
+    own = metric is None or metric.users_own or metric.is_count
+    return own or name in KEPT_OF_EVERY_ROUND

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def report(
         source = claim_section.runs_of_claims(options["config"], names, uri, ledgers)
     else:
         source = RunSource(names, uri, ledgers, _where_texts(where))
-    return REPORT_KINDS[kind](source, _log_line, **options).frame
+    return REPORT_KINDS[kind](source, partial(logger.warning, "%s"), **options).frame
 
 
 def _check_options(kind: str, options: Mapping[str, Any]) -> None:
@@ -116,8 +117,3 @@ def _where_texts(where: str | Sequence[str] | Mapping[str, Any]) -> Sequence[str
     except ValueError as error:
         raise ConfigError(f"where: {error}") from None
     return [f"{key}={','.join(values)}" for key, values in texts.items()]
-
-
-def _log_line(line: str) -> None:
-    """Log a line as a warning."""
-    logger.warning("%s", line)

@@ -14,11 +14,11 @@ import pandas as pd
 
 from raysim.by_key import by_key
 from raysim.config.schema import SECTIONS_WITH_NAME
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, counted
 from raysim.reports.name_settings import Settings, settings_of_names
 from raysim.reports.selecting import SIDE_COLUMN, SIDES, resolved, value_of
 from raysim.reports.table_row import short
-from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun, counted
+from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun
 from raysim.reports.value_names import readable
 from raysim.tracking.recorder import flatten_parameters
 
@@ -163,7 +163,7 @@ def apart(
         raise ConfigError(f"x and y (--x and --y): none of the selected runs has {names}")
     n_omitted = len(runs) - len(complete)
     if n_omitted:
-        say(f"left out: {counted(n_omitted, 'without')} {' or '.join(keys)}")
+        say(f"left out: {counted(n_omitted, 'run')} without {' or '.join(keys)}")
     differing = varied(complete)
     distinguishing = [key for key in differing if key not in known]
     parts = divided(complete, distinguishing)

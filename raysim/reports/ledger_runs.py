@@ -12,7 +12,7 @@ from raysim.errors import ConfigError
 from raysim.ledger.kept import kept_config
 from raysim.ledger.ledger_file import read_rows, unique
 from raysim.ledger.ledger_row import Row
-from raysim.reports.tracked import FinishedRun, counted
+from raysim.reports.tracked import FinishedRun, kept
 from raysim.spelling import did_you_mean, lacking
 
 
@@ -39,9 +39,7 @@ def finished_rows(
         hint = did_you_mean(name, experiments) or names
         raise ConfigError(f"runs: no row of {files} is of an experiment '{name}'{hint}")
     selected = [row for row in rows if row.experiment in wanted]
-    finished = [row for row in selected if not row.stopped]
-    if len(finished) < len(selected):
-        say(f"{counted(len(selected) - len(finished), 'left out')}: stopped early")
+    finished = kept(selected, (row for row in selected if not row.stopped), "stopped early", say)
     if not finished:
         raise ConfigError(f"{title}: no run is finished; raysim sweep --ledger adds rows")
     return [_finished_run(_completed(row)) for row in unique(finished)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, counted
 from raysim.metrics import lower_is_better
 from raysim.reports.analysis import plots, sensitivity, speedup
 from raysim.reports.analysis.aggregate import figures_of, rows
@@ -31,7 +31,7 @@ from raysim.reports.table_report import (
     split_keys,
 )
 from raysim.reports.table_row import differs
-from raysim.reports.tables.results_table import with_numbers
+from raysim.reports.tables.results_table import as_markdown, with_numbers
 from raysim.reports.tracked import Statistic, TrackedRun
 from raysim.reports.value_names import Names, names_given
 
@@ -185,7 +185,7 @@ def _lines(
 
     def plot(path: Path) -> str:
         plots.plot_curves(lines, title, x, path, logarithmic=log_x)
-        return f"{len(lines)} line{'s'[: len(lines) != 1]} in {path}"
+        return f"{counted(len(lines), 'line')} in {path}"
 
     return Report(runs, _points(lines, x).drop(columns="panel"), plot=plot)
 
@@ -314,18 +314,20 @@ def speedup_report(
     frame = pd.DataFrame(records, columns=["seed", over, "rounds"])
     frame.attrs = {"slope": slope.mean, "slope_low": slope.low, "slope_high": slope.high}
     frame.attrs["seeds"] = slope.n
-    text = [f"| {over} | rounds to {target:g} (each seed) |", "| --- | --- |"]
-    for x, rounds in frame.groupby(over)["rounds"]:
-        text.append(f"| {x:g} | {', '.join(map('{:.4g}'.format, rounds))} |")
-    text.append(
-        f"slope {slope.mean:.3f}, 95 % interval [{slope.low:.3f}, {slope.high:.3f}] over "
-        f"{slope.n} seeds"
+    texts = [
+        (f"{x:g}", ", ".join(map("{:.4g}".format, rounds)))
+        for x, rounds in frame.groupby(over)["rounds"]
+    ]
+    table = pd.DataFrame(texts, columns=[over, f"rounds to {target:g} (each seed)"])
+    text = (
+        f"{as_markdown(table)}\nslope {slope.mean:.3f}, 95 % interval "
+        f"[{slope.low:.3f}, {slope.high:.3f}] over {slope.n} seeds"
     )
 
     def plot(path: Path) -> None:
         plots.plot_speedup(lines, slope, f"{metric} {target:g}", over, path)
 
-    return Report(runs, frame, "\n".join(text), plot)
+    return Report(runs, frame, text, plot)
 
 
 PLOTTED_KINDS: dict[str, Callable[..., Report]] = {

@@ -17,10 +17,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, counted
 from raysim.reports.ledger_runs import finished_rows
 from raysim.reports.selecting import with_values
-from raysim.reports.tracked import CostUnit, FinishedRun, TrackedRun, counted, with_histories
+from raysim.reports.tracked import CostUnit, FinishedRun, TrackedRun, kept, with_histories
 from raysim.spelling import did_you_mean
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import open_store
@@ -104,14 +104,13 @@ def _finished_in_store(
     selected = {run.info.run_id: run for name in wanted for run in _selected(client, name)}
     selected |= _ended(client, selected, say)
     trained = [run for run in selected.values() if _trains(run)]
-    done = [run for run in trained if run.info.status == "FINISHED"]
-    if len(done) < len(trained):
-        say(f"{counted(len(trained) - len(done), 'left out')}: unfinished or failed")
+    finished = (run for run in trained if run.info.status == "FINISHED")
+    done = kept(trained, finished, "unfinished or failed", say)
     if not done:
         raise ConfigError(f"{title}: {_why_empty(trained)}")
     done.sort(key=lambda run: run.info.start_time)
     starts: dict[str, int] = {}
-    finished = []
+    runs = []
     for run in done:
         run_id, tags = run.info.run_id, run.data.tags
         # Trials of a sweep start in parallel, so their position is not the order of their starts.
@@ -119,8 +118,8 @@ def _finished_in_store(
         place = start, int(tags.get(POSITION, 0))
         history = partial(_history, client, run_id)
         metrics = frozenset(run.data.metrics)
-        finished.append(FinishedRun(run_id, _parameters(run), metrics, history, place))
-    return finished
+        runs.append(FinishedRun(run_id, _parameters(run), metrics, history, place))
+    return runs
 
 
 def _trains(run: Any) -> bool:
@@ -155,8 +154,10 @@ def _ended(client: Any, runs: Mapping[str, Any], say: Callable[[str], None]) -> 
         folder for folder, run_id in folders.items() if Tail(folder).run_id == run_id
     )
     if ended:
-        died = "marked FAILED: the processes have died without ending them"
-        say(counted(len(ended), died))
+        say(
+            f"{counted(len(ended), 'run')} marked FAILED: the processes have died without ending "
+            "them"
+        )
     return {folders[folder]: client.get_run(folders[folder]) for folder in ended}
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import get_args
 
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, counted
 from raysim.reports import published
 from raysim.reports.analysis import aggregate, comparisons, targets
 from raysim.reports.grouping import group_keys
@@ -22,7 +22,6 @@ from raysim.reports.tracked import (
     MetricMissing,
     Statistic,
     TrackedRun,
-    counted,
 )
 from raysim.reports.value_names import Names, names_given
 from raysim.spelling import did_you_mean
@@ -230,7 +229,7 @@ def _runs_by_metric(
     chosen = chosen_rounds(choosers, by_metric, say)
     missing = sum(run.run_id not in chosen for run in by_metric[0])
     if missing:
-        say(counted(missing, f"left out: without '{select_by}'"))
+        say(f"{counted(missing, 'run')} left out: without '{select_by}'")
     with_choice = []
     for runs in by_metric:
         kept = [replace(run, chosen=chosen[run.run_id]) for run in runs if run.run_id in chosen]
@@ -279,8 +278,8 @@ def chosen_rounds(
         n_restricted += values[t] != best(values.values())
     if n_restricted:
         say(
-            f"{counted(n_restricted, 'with')} a better '{select_by}' in a round without another "
-            "metric of the table: the best round with all of them is used"
+            f"{counted(n_restricted, 'run')} with a better '{select_by}' in a round without "
+            "another metric of the table: the best round with all of them is used"
         )
     return chosen
 

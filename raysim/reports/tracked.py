@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_args
 import pandas as pd
 
 from raysim.config.sections.evaluation import DEFAULT_BEST
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, counted
 from raysim.metrics import accumulates, declare_own, find_metric, without_figure
 from raysim.spelling import did_you_mean
 
@@ -168,14 +168,21 @@ class FinishedRun:
     """Place in reports: start of its sweep, and position there."""
 
 
-def counted(count: int, text: str) -> str:
-    """Return a number of runs with a text: "2 runs left out".
+def kept(
+    runs: Collection[Any], remaining: Iterable[T], why: str, say: Callable[[str], None]
+) -> list[T]:
+    """Return the remaining runs, and report how many were left out.
 
     Args:
-        count: Number of runs.
-        text: Words about the runs, such as "left out".
+        runs: All runs.
+        remaining: Those that remain of them.
+        why: Reason for which the others are left out.
+        say: Called with one line if there are others.
     """
-    return f"{count} run{'s'[: count != 1]} {text}"
+    remaining = list(remaining)
+    if len(remaining) < len(runs):
+        say(f"{counted(len(runs) - len(remaining), 'run')} left out: {why}")
+    return remaining
 
 
 def with_histories(
@@ -208,27 +215,19 @@ def with_histories(
 
         discover()
     needed = {metric, CLIENTS_USED} if _is_count(metric) else {metric}
-
-    def kept(runs: Sequence[Any], remaining: Iterable[T], why: str) -> list[T]:
-        """Return the remaining runs, and report how many were left out."""
-        remaining = list(remaining)
-        if len(remaining) < len(runs):
-            say(f"{counted(len(runs) - len(remaining), 'left out')}: {why}")
-        return remaining
-
     measured = [_comparable(run) for run in done if needed & run.metrics]
     if not measured:
         raise MetricMissing(f"{title}: {_why_without(done, metric)}")
-    measured = kept(done, measured, f"without '{metric}'")
+    measured = kept(done, measured, f"without '{metric}'", say)
     single = _one_each(measured, first_counts)
-    single = kept(measured, single, "another one has the same parameters and seed")
+    single = kept(measured, single, "another one has the same parameters and seed", say)
     single.sort(key=lambda run: run.place)
     runs = [_with_history(run, metric, cost_unit) for run in single]
     with_values = filter(attrgetter("history"), runs)
-    runs = kept(runs, with_values, f"their '{metric}' is never a number")
+    runs = kept(runs, with_values, f"their '{metric}' is never a number", say)
     if cost_unit != "rounds":
         with_costs = filter(attrgetter("costs"), runs)
-        runs = kept(runs, with_costs, f"they do not log their {cost_unit}")
+        runs = kept(runs, with_costs, f"they do not log their {cost_unit}", say)
     if not runs:
         raise ConfigError(
             f"{title}: no run is left; the warnings above say why. Use another "

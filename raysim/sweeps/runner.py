@@ -202,11 +202,17 @@ def _run_trials(
     """Use the trials that were finished before, and run the missing ones."""
     ledger.restore_taken(sweep, parent.run_id)
     ledger.add_ended(sweep)
-    watch = _Tally(parent, sweep).watched(ledger.watched(watch))
+    tally = _Tally(parent, sweep)
+
+    def watch_all(trial: Trial, state: str, facts: Mapping[str, Any]) -> None:
+        tally.count(state, facts)
+        ledger.note_end(trial, state)
+        watch(trial, state, facts)
+
     n_done = len(sweep.trials) - len(missing)
     outcome = SweepResult(sweep, parent.run_id, n_done, ledger.n_taken)
     with _forwarding(sweep, parent.run_id):
-        outcome.failed = run_all(parent.run_id, watch)
+        outcome.failed = run_all(parent.run_id, watch_all)
     ledger.add_ended(sweep)
     return outcome
 
@@ -235,18 +241,13 @@ class _Tally:
         if self.results:
             self._log()
 
-    def watched(self, watch: WatchCallback) -> WatchCallback:
-        """Return a watch that also counts trials."""
-
-        def counting(trial: Trial, state: str, facts: Mapping[str, Any]) -> None:
-            if state in ("finished", "stopped"):
-                self.results.append(dict(facts))
-            self.failed += state == "failed"
-            if state in ("finished", "stopped", "failed"):
-                self._log()
-            watch(trial, state, facts)
-
-        return counting
+    def count(self, state: str, facts: Mapping[str, Any]) -> None:
+        """Count a trial if it has ended; see `WatchCallback`."""
+        if state in ("finished", "stopped"):
+            self.results.append(dict(facts))
+        self.failed += state == "failed"
+        if state in ("finished", "stopped", "failed"):
+            self._log()
 
     def _log(self) -> None:
         figures: dict[str, float] = {

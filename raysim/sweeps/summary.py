@@ -104,12 +104,6 @@ class SweepResult:
         return stopped | failed
 
     @property
-    def ended(self) -> list[Trial]:
-        """Trials that did not fail."""
-        failed = {trial.folder for trial, _ in self.failed}
-        return [trial for trial in self.sweep.trials if trial.folder not in failed]
-
-    @property
     def counts(self) -> dict[str, int]:
         """Number of trials by their final state."""
         failed = len(self.failed)
@@ -218,7 +212,9 @@ def _plot(sweep: Sweep, metric: str, runs: list[TrackedRun], rows: list[TableRow
 def _trials_as_runs(outcome: SweepResult) -> tuple[str, list[TrackedRun]]:
     """Return the metric of the comparison, and all trials as runs; failed ones have no history."""
     unfinished = outcome.unfinished
-    histories = {trial.folder: trial.history() for trial in outcome.ended}
+    failed = [trial for trial, _ in outcome.failed]
+    trained = [trial for trial in outcome.sweep.trials if trial not in failed]
+    histories = {trial.folder: trial.history() for trial in trained}
     records = itertools.chain.from_iterable(histories.values())
     logged = set().union(*(record for _, record in records))
     metric = _metric_of_comparison(outcome.sweep, logged)

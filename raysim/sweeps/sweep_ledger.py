@@ -25,7 +25,7 @@ from raysim.ledger.matching import matching_row
 from raysim.runs.provenance import versions
 from raysim.runs.result import best_figures, last_and_best, write_history
 from raysim.runs.run_dir import HISTORY_FILE, without_secrets
-from raysim.sweeps.definition import Sweep, Trial, WatchCallback
+from raysim.sweeps.definition import Sweep, Trial
 from raysim.sweeps.trials.trial import labels_of
 from raysim.system import files
 from raysim.tracking.recorder import Recorder
@@ -67,15 +67,15 @@ class NoLedger:
             ConfigError: the ledger cannot be written.
         """
 
-    def watched(self, watch: WatchCallback) -> WatchCallback:
-        """Return a watch that also appends the row of each trial that ends.
+    def note_end(self, trial: Trial, state: str) -> None:
+        """Append the row of a trial if it has ended with a result.
 
         A row that cannot be written does not stop the other trials; it is tried again at the end.
 
         Args:
-            watch: called with all events.
+            trial: a trial of the sweep.
+            state: its state; see `WatchCallback`.
         """
-        return watch
 
 
 class SweepLedger(NoLedger):
@@ -134,18 +134,13 @@ class SweepLedger(NoLedger):
         """Append the rows of all trials that have ended. See `NoLedger.add_ended`."""
         self.add(trial for trial in sweep.trials if sweep.done(trial))
 
-    def watched(self, watch: WatchCallback) -> WatchCallback:
-        """Return a watch that also appends the row of each trial. See `NoLedger.watched`."""
-
-        def adding(trial: Trial, state: str, facts: Mapping[str, Any]) -> None:
-            if state in ("finished", "stopped"):
-                try:
-                    self.add([trial])
-                except ConfigError as error:
-                    logger.warning("%s", error)
-            watch(trial, state, facts)
-
-        return adding
+    def note_end(self, trial: Trial, state: str) -> None:
+        """Append the row of a trial if it has ended. See `NoLedger.note_end`."""
+        if state in ("finished", "stopped"):
+            try:
+                self.add([trial])
+            except ConfigError as error:
+                logger.warning("%s", error)
 
 
 def _matching_rows(rows: Sequence[Row], sweep: Sweep) -> dict[Path, Row]:

@@ -86,15 +86,6 @@ def running(run_dir: Path) -> str | None:
         os.close(handle)
 
 
-def left_behind(run_dir: Path) -> bool:
-    """Return whether there is a lock file; if no process is `running`, a process has died.
-
-    Args:
-        run_dir: the folder of the run.
-    """
-    return (run_dir / LOCK_FILE).exists()
-
-
 def _take(run_dir: Path) -> int:
     """Lock the folder and return the descriptor of its lock file."""
     path = run_dir / LOCK_FILE

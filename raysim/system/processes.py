@@ -11,6 +11,8 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -19,10 +21,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from raysim.imports import python_path
 
 LAST_STEP_TIMEOUT_S = 30.0
 """Time limit in seconds of each last step before a process that hangs is ended."""
+
+END_TIMEOUT_S = 5.0
+"""Seconds that an idle child of this process gets to end before it is killed."""
+
+PARENT_CHECK_INTERVAL_S = 1.0
+"""Seconds between two checks of a child whether its parent lives."""
 
 KILL_TIMEOUT_S = 10.0
 """Time limit in seconds for a killed process to end."""
@@ -89,6 +99,73 @@ class Process:
         with suppress(OSError):
             if self.alive:
                 os.kill(self.pid, signal.SIGKILL)
+
+
+class Child:
+    """A process of Python that works for this one, which is connected to it by a socket.
+
+    It leads a session of its own, so that Ctrl-C is for this process alone.
+
+    Args:
+        module: module that it executes. Its arguments are the number of the child's end of the
+            socket, and the id of this process.
+        environment: its environment variables, except PYTHONPATH.
+        output: file, or its descriptor, for what the process prints.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+
+    def __init__(
+        self, module: str, environment: Mapping[str, str], output: int | IO[bytes]
+    ) -> None:
+        self.socket, theirs = socket.socketpair()
+        try:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+                env={**environment, "PYTHONPATH": python_path()},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        except BaseException:
+            self.socket.close()
+            raise
+        finally:
+            theirs.close()
+
+    def end(self, limit_s: float = END_TIMEOUT_S) -> None:
+        """Let the process end, and wait for it.
+
+        Args:
+            limit_s: seconds after which its session is killed.
+        """
+        self.socket.close()
+        try:
+            self.popen.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            # With what a user's code has started there.
+            with suppress(ProcessLookupError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
+            self.popen.wait()
+
+
+def end_with(parent: int, end: Callable[[], None]) -> None:
+    """End this process as soon as its parent is another one, whatever it is doing.
+
+    Args:
+        parent: process id of the parent.
+        end: ends this process.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_CHECK_INTERVAL_S)
+        end()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def descendants(processes: Iterable[Process]) -> list[Process]:

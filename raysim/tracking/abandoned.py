@@ -39,7 +39,8 @@ def finish_abandoned(folders: Iterable[Path]) -> list[Path]:
     """
 
     def end(folder: Path) -> bool:
-        if not lock.left_behind(folder) or not (folder / SPOOL_FILE).is_file():
+        # A process that ends by itself removes its lock.
+        if not all((folder / name).is_file() for name in (lock.LOCK_FILE, SPOOL_FILE)):
             return False
         with (
             contextlib.suppress(RaysimError),

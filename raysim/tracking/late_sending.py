@@ -15,7 +15,7 @@ from raysim.tracking.mlflow_process.run_client import RunClient
 from raysim.tracking.recorder import Clock, legal_metrics
 from raysim.tracking.spool import SPOOL_FILE, Spool
 from raysim.tracking.spool_sender import advance, new_run_option, send_postponed
-from raysim.tracking.store_errors import FileRefused, RunDeleted, brief, remedy
+from raysim.tracking.store_errors import brief, remedy
 
 
 def replay_spool(run_dir: Path, to_a_new_run: bool = False) -> int:
@@ -61,7 +61,7 @@ def replay_spool(run_dir: Path, to_a_new_run: bool = False) -> int:
             raise RaysimError(
                 f"{run_dir}: {spool.pending} of {left} records still cannot be sent to "
                 f"{mask_secrets(server.uri)}: "
-                f"{brief(error)}. {_remedy(server, error)}, then try again{new_run_option(error)}"
+                f"{brief(error)}. {remedy(server.uri, error)}, then try again{new_run_option(error)}"
             ) from None
     return left
 
@@ -112,10 +112,3 @@ def _where_it_is(start: Mapping[str, Any], run_dir: Path) -> str:
         if moved.exists():
             return start["uri"].replace(str(database), str(moved), 1)
     return start["uri"]
-
-
-def _remedy(server: RunClient, error: Exception) -> str:
-    """Return advice for records that cannot be sent."""
-    if isinstance(error, FileRefused):
-        return "Make the artifact store of the run usable from here"
-    return "Restore the run" if isinstance(error, RunDeleted) else remedy(server.uri, error)

@@ -203,11 +203,8 @@ class Tail:
         Args:
             *kinds: kinds of records, such as "start" and "metrics".
         """
-        starts = tuple(f'{{"kind": "{kind}"'.encode() for kind in kinds)
-        lines = list(enumerate(self._whole_lines(), 1))
-        return next(
-            (self._record(line, i) for i, line in reversed(lines) if line.startswith(starts)), None
-        )
+        lines = self._lines_of(*kinds)
+        return self._record(*lines[-1]) if lines else None
 
     def close(self) -> None:
         """Do nothing: a reader keeps no file open."""
@@ -215,10 +212,15 @@ class Tail:
     def tags(self) -> dict[str, str]:
         """Return the newest value of each tag that was recorded, sent or not."""
         values: dict[str, str] = {}
-        for i, line in enumerate(self._whole_lines(), 1):
-            if line.startswith(b'{"kind": "tags"'):
-                values |= self._record(line, i)["values"]
+        for line, number in self._lines_of("tags"):
+            values |= self._record(line, number)["values"]
         return values
+
+    def _lines_of(self, *kinds: str) -> list[tuple[bytes, int]]:
+        """Return the lines with records of these kinds, each with its number."""
+        starts = tuple(f'{{"kind": "{kind}"'.encode() for kind in kinds)
+        lines = enumerate(self._whole_lines(), 1)
+        return [(line, i) for i, line in lines if line.startswith(starts)]
 
     def _record(self, line: bytes, number: int) -> dict[str, Any]:
         """Return the record that a line holds; raise ConfigError if it is damaged."""
@@ -305,7 +307,6 @@ class Spool(Tail):
         try:
             super().__init__(folder)
             lines = self._whole_lines()
-            self._total = len(lines)
             self.size = sum(map(len, lines))
             """Size of the spool in bytes."""
             # The thread that sends the records could not report a damaged one.
@@ -319,7 +320,7 @@ class Spool(Tail):
     @property
     def pending(self) -> int:
         """Number of unacknowledged records, including those in memory."""
-        return self._total - self._sent + len(self._memory) + len(self.postponed)
+        return super().pending + len(self._memory)
 
     @property
     def homeless(self) -> int:
@@ -403,5 +404,4 @@ class Spool(Tail):
         except OSError:
             os.ftruncate(self._file.fileno(), self.size)
             raise
-        self._total += 1
         self.size += len(line)

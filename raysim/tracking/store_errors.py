@@ -35,24 +35,14 @@ KINDS: tuple[type[Exception], ...] = (Refused, FileRefused, RunDeleted, RaysimEr
 All others become a `StoreError`."""
 
 
-def as_message(error: Exception) -> dict[str, str]:
-    """Return an error as a message.
+def portable(error: Exception) -> Exception:
+    """Return an error that a process without MLflow can unpickle, of one of `KINDS` if it is one.
 
     Args:
         error: any error.
     """
-    kinds = [kind.__name__ for kind in KINDS if isinstance(error, kind)]
-    return {"kind": kinds[0] if kinds else "", "text": str(error) or type(error).__name__}
-
-
-def from_message(message: dict[str, str]) -> Exception:
-    """Return the error that a message describes.
-
-    Args:
-        message: what `as_message` returned.
-    """
-    kinds = {kind.__name__: kind for kind in KINDS}
-    return kinds.get(message["kind"], StoreError)(message["text"])
+    kind = next((kind for kind in KINDS if isinstance(error, kind)), StoreError)
+    return kind(str(error) or type(error).__name__)
 
 
 def remedy(uri: str, error: Exception | None) -> str:
@@ -69,6 +59,10 @@ def remedy(uri: str, error: Exception | None) -> str:
             "Another version of MLflow made this database; keep a copy of it, then: mlflow db "
             f"upgrade {mask_secrets(uri)}"
         )
+    if isinstance(error, FileRefused):
+        return "Make the artifact store of the run usable from here"
+    if isinstance(error, RunDeleted):
+        return "Restore the run"
     if isinstance(error, ProcessFailed):
         return "See what it printed, and that this machine has memory for it (raysim doctor)"
     if isinstance(error, ImportError):

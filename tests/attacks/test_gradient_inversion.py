@@ -333,7 +333,12 @@ def test_side_by_side_is_one_after_the_other(observe, attacker, monkeypatch):
     )
     options = AttackOptions(attacker=attacker, iterations=4, lr=0.1, tv=1e-3)
     many = invert(seen.plan, seen.observations, options)
-    alone = invert(seen.plan, seen.observations, options, side_by_side=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(GradientSimulator, "_why_not_side_by_side", lambda *given: "asked for")
+        alone = invert(seen.plan, seen.observations, options)
+        simulation = GradientSimulator(seen.plan, seen.observations, options)
+        simulation.dry_run()
+        assert not simulation.vmap
     (last,) = invert(seen.plan, seen.observations[3:], options).clients
     for a, b in [*zip(many.clients, alone.clients, strict=True), (many.clients[3], last)]:
         assert a.client == b.client and a.cost == pytest.approx(b.cost, rel=1e-6, abs=1e-10)
@@ -341,8 +346,6 @@ def test_side_by_side_is_one_after_the_other(observe, attacker, monkeypatch):
     simulation = GradientSimulator(seen.plan, seen.observations, options)
     simulation.dry_run()
     assert simulation.vmap and 1 < simulation.chunk < 4
-    simulation.dry_run(False)
-    assert not simulation.vmap
 
 
 def test_clients_of_several_sizes_and_a_rule_that_looks_at_sizes(observe, ragged):

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import raysim
 from raysim.cli import progress
 from raysim.cli.progress import RunProgress, preparing, summary
+from raysim.cli.terminal import Terminal
 from raysim.config.sections.evaluation import Evaluate
 from raysim.errors import ConfigError
 from raysim.runs import progress as run_progress
@@ -58,7 +58,7 @@ def shown(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> str:
     """What a run of six rounds, two seconds each, shows."""
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=120, highlight=False)
+    console = Terminal(file=io.StringIO(), force_terminal=terminal, width=120)
     with preparing(console, "quickstart"):
         startup_stages.begin("loading mnist")
     with RunProgress(plan(6), console) as run:

@@ -45,20 +45,11 @@ def rows(listing: str) -> list[CatalogueRow]:
     if group is not None and entry_points.entry_points(group):
         found = LISTABLE[listing]()
     else:
-        found = in_shipped_schema(IN_SCHEMA)[listing]
+        found = shipped_schema()[IN_SCHEMA][listing]
     if listing == "data":
         for row in found:
             row["here"] = _presence(row["here"])
     return found
-
-
-def in_shipped_schema(key: str) -> dict[str, Any]:
-    """Return what the shipped JSON Schema holds under a key of raysim.
-
-    Args:
-        key: such as `IN_SCHEMA`.
-    """
-    return shipped_schema()[key]
 
 
 def shipped_rows() -> dict[str, list[CatalogueRow]]:

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysim.cli.pages import lists
 from raysim.cli.pages.keys import first_paragraph, key_rows, plain, print_page
 from raysim.config import entry_points
-from raysim.config.shipped_files import shipped_files
+from raysim.config.shipped_files import shipped_files, shipped_schema
 
 if TYPE_CHECKING:
     from raysim.rules.contract import Algorithm
@@ -35,7 +34,7 @@ def method_page(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such method.
     """
-    shipped = lists.in_shipped_schema(IN_SCHEMA).get(name)
+    shipped = shipped_schema()[IN_SCHEMA].get(name)
     if shipped is None or entry_points.find_reference(entry_points.ALGORITHMS, name) is not None:
         return {**_facts(name), "configurations": []}
     word = re.compile(rf"\b{re.escape(name)}\b")

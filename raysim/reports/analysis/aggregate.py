@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pandas as pd
 
+from raysim.by_key import by_key
 from raysim.errors import ConfigError
 from raysim.metrics import accumulates, lower_is_better
 from raysim.reports import published
@@ -121,13 +122,12 @@ def rows(
             raise ConfigError(
                 f"best_of (--best-of): '{key}' is not a parameter of group (--group); add it there"
             )
-    best_rows: dict[tuple, TableRow] = {}
+    values = {}
     for row, (_, members) in zip(table, groups, strict=True):
-        combination = tuple(value_of(members[0].params, key) for key in choosing)
-        # Of rows that are equally good the first one stays.
-        best_row = best_rows.setdefault(combination, row)
-        best_rows[combination] = min([best_row, row], key=choice_key)
-    return list(best_rows.values())
+        values[row.run_ids] = tuple(value_of(members[0].params, key) for key in choosing)
+    # Of rows that are equally good the first one stays.
+    rivals = by_key(table, lambda row: values[row.run_ids])
+    return [min(rows_of_values, key=choice_key) for rows_of_values in rivals.values()]
 
 
 def choice_key(row: TableRow) -> float:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
+from raysim.errors import counted
 from raysim.metrics import accumulates
 from raysim.reports.grouping import order_of_values, split_scenario
 from raysim.reports.published import PublishedResult
@@ -349,7 +350,7 @@ def _noun(table: Sequence[TableRow]) -> str:
 
 def _counted(table: Sequence[TableRow], count: int) -> str:
     """Return a number of runs as text: "2 seeds"."""
-    return f"{count} {_noun(table)}{'s'[: count != 1]}"
+    return counted(count, _noun(table))
 
 
 def _headers(table: Sequence[TableRow]) -> dict[str, str]:

@@ -11,8 +11,6 @@ import io
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -26,9 +24,7 @@ with uncollected():
     from raysim.models.checks.against_pytorch import comparing_once
     from raysim.sweeps.trials.trial import train_trial
     from raysim.system import output
-
-PARENT_CHECK_INTERVAL_S = 1.0
-"""Seconds between two checks whether the sweep's process lives."""
+    from raysim.system.processes import end_with
 
 
 @comparing_once()
@@ -38,7 +34,7 @@ def main() -> None:
     output.make_lasting()
     # So that the output of a process that is killed is in the file.
     cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    end_with(parent, _end)
 
     def report(figures: dict[str, float]) -> str:
         with _ending_with_the_sweep():
@@ -72,13 +68,6 @@ def _ending_with_the_sweep() -> Iterator[None]:
 def _end() -> None:
     """End this process and those that a user's code has started in it; it leads their session."""
     os.killpg(0, signal.SIGKILL)
-
-
-def _end_with(parent: int) -> None:
-    """End this process as soon as its parent is another one."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_CHECK_INTERVAL_S)
-    _end()
 
 
 if __name__ == "__main__":

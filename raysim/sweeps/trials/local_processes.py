@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
 import sys
-from collections import Counter, deque
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -26,17 +24,14 @@ import cloudpickle
 
 from raysim.config.sections.execution import cluster_address
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
-from raysim.imports import python_path
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
 from raysim.sweeps.early_stopping import EarlyStopping
 from raysim.sweeps.trials.trial_log import TrialLog
 from raysim.system import machine
+from raysim.system.processes import END_TIMEOUT_S, Child
 
 OUTPUT_FILE = "output.txt"
 """Name of the file in the sweep's folder for what the processes of trials print."""
-
-END_TIMEOUT_S = 5.0
-"""Seconds that an idle process gets to end before it is killed."""
 
 DEATH_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether the processes live."""
@@ -130,40 +125,38 @@ class LocalProcesses:
     def _run(self, log: TrialLog, job: bytes, retries: int) -> None:
         """Give the processes trials until none is left."""
         waiting = deque(range(len(log.trials)))
-        attempts: Counter[int] = Counter()
+        retries_left = [retries] * len(log.trials)
         for process in self.processes:
             process.begin(self.code, job)
         while True:
             self._give_out(waiting, job, log)
-            busy = {p.connection: p for p in self.processes if p.place is not None}
+            busy = [process for process in self.processes if process.place is not None]
             if not busy:
                 return
-            ready = wait(list(busy), DEATH_CHECK_INTERVAL_S)
-            for connection, process in busy.items():
+            ready = wait([process.connection for process in busy], DEATH_CHECK_INTERVAL_S)
+            for process in busy:
                 # A child of a dead process may still hold the other end of the connection.
-                if connection not in ready and process.popen.poll() is None:
-                    continue
-                failed = self._heard(process, log)
-                if failed is None:
-                    continue
-                place, process.place = cast(int, process.place), None
-                if failed and attempts[place] < retries:
-                    attempts[place] += 1
-                    log.again(place)
-                    waiting.appendleft(place)
-                else:
-                    log.ended(place, died=process.died)
+                if process.connection in ready or process.popen.poll() is not None:
+                    self._hear(process, waiting, retries_left, log)
 
-    def _heard(self, process: _Process, log: TrialLog) -> bool | None:
-        """Hear what a process says: whether its trial has failed, or None while it goes on."""
+    def _hear(
+        self, process: _Process, waiting: deque[int], retries_left: list[int], log: TrialLog
+    ) -> None:
+        """Hear what a process says of its trial: a report, or that it has ended."""
         place = cast(int, process.place)
         what, content = process.receive()
         if what == "reported":
             process.send(log.reported(place, content))
-            return None
+            return
+        process.place = None
         if process.died:
             log.died(place, process.ending())
-        return process.died or bool(content)
+        if (process.died or content) and retries_left[place]:
+            retries_left[place] -= 1
+            log.again(place)
+            waiting.appendleft(place)
+        else:
+            log.ended(place, died=process.died)
 
     def _give_out(self, waiting: deque[int], job: bytes, log: TrialLog) -> None:
         """Let each idle process train a trial that waits."""
@@ -191,7 +184,7 @@ class LocalProcesses:
             output.unlink()
 
 
-class _Process:
+class _Process(Child):
     """A process of this machine that trains trials one after the other.
 
     Args:
@@ -205,23 +198,11 @@ class _Process:
         self.died = False
         """Whether it has ended by itself."""
         self.output = output
-        ours, theirs = socket.socketpair()
-        self.connection = Connection(ours.detach())
-        command = [sys.executable, "-P", "-m", "raysim.sweeps.trials"]
-        with theirs, output.open("ab") as file:
-            self.popen = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
-                env={
-                    "OMP_NUM_THREADS": str(threads),  # NumPy would take all cores for each trial
-                    **os.environ,
-                    "PYTHONPATH": python_path(),
-                },
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,  # Ctrl-C is for the process of the sweep
-            )
+        # NumPy would take all cores for each trial.
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        with output.open("ab") as file:
+            super().__init__("raysim.sweeps.trials", environment, file)
+        self.connection = Connection(self.socket.detach())
 
     def begin(self, code: bytes, job: bytes) -> None:
         """Send what the trials have in common.
@@ -276,10 +257,4 @@ class _Process:
             kill: whether to end it at once.
         """
         self.connection.close()
-        try:
-            self.popen.wait(0 if kill else END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            # With what the user's code has started there; the process leads a session of its own.
-            with suppress(ProcessLookupError):
-                os.killpg(self.popen.pid, signal.SIGKILL)
-            self.popen.wait()
+        self.end(0 if kill else END_TIMEOUT_S)

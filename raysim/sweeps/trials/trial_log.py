@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from raysim.errors import RaysimError
@@ -27,7 +26,7 @@ class TrialLog:
     def __init__(self, sweep: Sweep, missing: list[Trial], watch: WatchCallback):
         self.trials, self.watch = missing, watch
         self.running: dict[int, Trial] = {}
-        self.failed: dict[Path, str] = {}
+        self.failed: dict[int, str] = {}
         stopping = sweep.settings.early_stopping
         self.halving = None if stopping is None else Halving(stopping)
         if self.halving:
@@ -88,7 +87,7 @@ class TrialLog:
             return
         if died:
             _close(trial, "FAILED")
-        self.failed[trial.folder] = text = self._error(trial, died)
+        self.failed[place] = text = self._error(trial, died)
         self.watch(trial, "failed", {"error": text})
 
     def killed(self) -> None:
@@ -99,11 +98,7 @@ class TrialLog:
     @property
     def failures(self) -> list[tuple[Trial, str]]:
         """The failed trials with their errors, in the order of the sweep."""
-        return [
-            (trial, self.failed[trial.folder])
-            for trial in self.trials
-            if trial.folder in self.failed
-        ]
+        return [(self.trials[place], error) for place, error in sorted(self.failed.items())]
 
     def _gone(self, place: int) -> Trial:
         return self.running.pop(place, self.trials[place])

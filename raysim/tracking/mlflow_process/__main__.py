@@ -8,16 +8,13 @@ gone, whatever it is doing: what is not acknowledged is sent again.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import sys
 import threading
 from multiprocessing.connection import Connection
 
-PARENT_CHECK_INTERVAL_S = 1.0
-"""Seconds between two checks whether the parent lives. A process that it has forked may hold the
-socket open."""
+from raysim.system.processes import end_with
 
 
 def main() -> None:
@@ -26,17 +23,16 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     control, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    # A process that the parent has forked may hold the socket open.
+    end_with(parent, lambda: os._exit(0))
     threading.Thread(target=_import_mlflow, daemon=True).start()
-    while os.getppid() == parent:
-        if not select.select([control], [], [], PARENT_CHECK_INTERVAL_S)[0]:
-            continue
+    while True:
         sent, handles, _, _ = socket.recv_fds(control, 1, 1)
         if not sent:
-            break
+            os._exit(0)
         for handle in handles:
             pipe = Connection(handle)
             threading.Thread(target=_serve, args=(pipe,), daemon=True).start()
-    os._exit(0)
 
 
 def _import_mlflow() -> None:

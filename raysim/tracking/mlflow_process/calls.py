@@ -52,7 +52,7 @@ def _answer(request: dict[str, Any], runs: Runs) -> dict[str, Any]:
                     runs[facts["run_dir"]] = StoredRun(**facts)
                 _send(runs[facts["run_dir"]], records, reply)
     except Exception as error:
-        reply["error"] = store_errors.as_message(error)
+        reply["error"] = store_errors.portable(error)
     return reply
 
 

@@ -11,22 +11,17 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection as PipeEnd
 from typing import Any
 
-from raysim.imports import python_path
-from raysim.tracking import store_errors
+from raysim.system.processes import Child
 from raysim.tracking.mlflow_client import MLFLOW_ENVIRONMENT
 from raysim.tracking.store_errors import ProcessFailed
 
 logger = logging.getLogger("raysim.tracking")
-
-END_TIMEOUT_S = 5.0
-"""Seconds that the process gets to end before it is killed."""
 
 DEATH_TIMEOUT_S = 1.0
 """Seconds until the system reports the end of a process whose connections are closed."""
@@ -96,7 +91,7 @@ def check(reply: Mapping[str, Any]) -> None:
         Refused, FileRefused, RunDeleted, RaysimError, ImportError, StoreError: the error.
     """
     if "error" in reply:
-        raise store_errors.from_message(reply["error"])
+        raise reply["error"]
 
 
 def start() -> None:
@@ -121,7 +116,7 @@ def connect() -> PipeEnd:
     ours, theirs = Pipe()
     try:
         with theirs, _lock:
-            socket.send_fds(_running().control, [b"\n"], [theirs.fileno()])
+            socket.send_fds(_running().socket, [b"\n"], [theirs.fileno()])
         # Credentials may have changed since the process was started.
         ours.send({**MLFLOW_ENVIRONMENT, **os.environ})
     except BaseException:
@@ -139,28 +134,13 @@ def how_it_ended() -> str:
         return _process.how_it_ended() if _process else ""
 
 
-class _Process:
-    """A process that calls MLflow."""
+class _Process(Child):
+    """A process that calls MLflow. It prints to standard error: standard output is for results."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self.control, theirs = socket.socketpair()
         module = __name__.rpartition(".")[0]
-        try:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(self.owner)],
-                env={**MLFLOW_ENVIRONMENT, **os.environ, "PYTHONPATH": python_path()},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # standard output is for results
-                # Ctrl-C ends this process, which still has records to send.
-                start_new_session=True,
-            )
-        except BaseException:
-            self.control.close()
-            raise
-        finally:
-            theirs.close()
+        super().__init__(module, {**MLFLOW_ENVIRONMENT, **os.environ}, output=2)
 
     def how_it_ended(self) -> str:
         """Return how the process has ended; "" if it runs."""
@@ -172,18 +152,9 @@ class _Process:
             return f"exit code {code}"
         return f"killed by signal {-code}"
 
-    def end(self) -> None:
-        """Let the process end, and wait for it."""
-        self.control.close()
-        try:
-            self.popen.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.wait()
-
     def leave(self) -> None:
         """Forget a process that a fork of this one has inherited."""
-        self.control.close()
+        self.socket.close()
         self.popen.returncode = 0  # it is nobody to wait for
 
 

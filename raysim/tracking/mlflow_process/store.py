@@ -17,6 +17,7 @@ from filelock import FileLock
 
 from raysim.config.tracking_uri import database_of
 from raysim.errors import RaysimError
+from raysim.system import files
 from raysim.tracking import charts, mlflow_client
 
 _LOCATIONS = (
@@ -91,13 +92,11 @@ def _create_database(mlflow: Any, database: Path, artifacts: str | None) -> None
     MLflow would write the place of its default experiment, the current folder, into SQL without
     quoting it.
     """
-    partial = database.with_name(f".partial-{database.name}")
-    partial.unlink(missing_ok=True)
-    store = mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore(
-        f"sqlite:///{partial}", artifacts
-    )
-    store.engine.dispose()
-    partial.replace(database)
+    with files.whole(database) as partial:
+        store = mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore(
+            f"sqlite:///{partial}", artifacts
+        )
+        store.engine.dispose()
 
 
 def _was_moved(location: str, artifacts: str) -> bool:
