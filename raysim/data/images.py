@@ -10,8 +10,6 @@ import re
 import statistics
 import sys
 import warnings
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -216,15 +214,7 @@ def cached(
     if path.exists():
         try:
             return _read_cache(path, counts)
-        except (
-            OSError,
-            EOFError,
-            KeyError,
-            TypeError,
-            ValueError,
-            zipfile.BadZipFile,
-            zlib.error,
-        ) as error:
+        except Exception as error:  # a damaged file may raise nearly anything
             print(f"{path} cannot be used ({error}); the images are decoded again", file=sys.stderr)
     arrays = decode()
     part = path.with_suffix(f".{platform.node()}-{os.getpid()}.part")

@@ -248,8 +248,6 @@ def forget(run_dir: Path) -> None:
     """
     records = run_dir / spool.SPOOL_FILE
     if not records.exists() or not records.stat().st_size:
-        records.unlink(missing_ok=True)
-        (run_dir / "config.yaml").unlink(missing_ok=True)
-        (run_dir / REQUIREMENTS_FILE).unlink(missing_ok=True)
-        (run_dir / REST_FILE).unlink(missing_ok=True)
+        for name in (spool.SPOOL_FILE, "config.yaml", REQUIREMENTS_FILE, REST_FILE):
+            (run_dir / name).unlink(missing_ok=True)
         shutil.rmtree(run_dir / SOURCES_FOLDER, ignore_errors=True)

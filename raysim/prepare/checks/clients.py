@@ -38,7 +38,9 @@ def check_cohort(
     Raises:
         ConfigError: the schedule needs more clients.
     """
-    needed = {} if _draws_with_replacement(schedule) else {schedule.SIZE_KEY: schedule.size}
+    sampling = getattr(schedule, "sampling", None)
+    replaces = isinstance(sampling, SamplingBySamples) and sampling.replace
+    needed = {} if replaces else {schedule.SIZE_KEY: schedule.size}
     if isinstance(schedule, InFlight):
         needed["concurrency"] = schedule.places(clients)
     for key, number in needed.items():
@@ -121,9 +123,3 @@ def check_client_evaluation(config: Config) -> None:
         "partition.test=matched or, for users with test examples of their own, "
         "partition.test=natural"
     )
-
-
-def _draws_with_replacement(schedule: Sync | InFlight) -> bool:
-    """Return whether a round can draw more clients than there are."""
-    sampling = getattr(schedule, "sampling", None)
-    return isinstance(sampling, SamplingBySamples) and sampling.replace

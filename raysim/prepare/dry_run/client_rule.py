@@ -122,7 +122,7 @@ def try_rule(
         ConfigError: the check found a breach of contract.
     """
     name = f"{half_of(rule)} rule '{rule.name}'"
-    with only_breaches(f"no dry run of {name}", key):
+    with only_breaches(f"no dry run of {name}", key, (ConfigError,)):
         if not limited(check, DRY_RUN_TIMEOUT_S):
             logger.warning(
                 "%s did not finish one %s within %g s, so it is not checked",
@@ -133,7 +133,9 @@ def try_rule(
 
 
 @contextmanager
-def only_breaches(what: str, key: str = "") -> Iterator[None]:
+def only_breaches(
+    what: str, key: str = "", passing: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
     """Raise errors of this block that are breaches of contract, and log the others.
 
     These may depend on the clients, so the run reports them. Or they depend on this machine: the
@@ -142,17 +144,18 @@ def only_breaches(what: str, key: str = "") -> Iterator[None]:
     Args:
         what: what is not checked after such an error, for the log.
         key: configuration key of the rule; "": breaches stay as they are.
+        passing: other errors that are raised.
 
     Raises:
         ConfigError: the block broke the contract, and there is a key.
     """
     try:
         yield
+    except passing:
+        raise
     except ContractError as error:
         if key:
             raise ConfigError(f"{key}: {error}") from None
-        raise
-    except ConfigError:
         raise
     except RaysimError as error:
         logger.debug("%s: %s", what, error)
@@ -217,10 +220,7 @@ class RuleDryRun(SmallClients):
         if self.large:
             tasks = tasks[1:]
         trainer.rule = watched(trainer.rule)
-        trained = trainer.train_block({0: broadcast}, Block(0, tasks))
-        for update in trained:
-            if update.broken is not None:
-                raise ContractError(update.broken)
+        trained = _unbroken(trainer.train_block({0: broadcast}, Block(0, tasks)))
         if any(update.error for update in trained):
             return
         if all(keys_not_finite(trainer, update) for update in trained):
@@ -234,6 +234,12 @@ class RuleDryRun(SmallClients):
         check_used(trainer.rule)
         self._check_delta(trainer, trained[0])
         self._check_lengths(trainer.sent, trained)
+        self._check_other_methods(trainer, broadcast, tasks[0], trained)
+
+    def _check_other_methods(
+        self, trainer: Trainer, broadcast: Broadcast, task: ClientTask, trained: list[ClientUpdate]
+    ) -> None:
+        """Try what the rule defines beside training, with what the clients have sent and kept."""
         if any(stage.of is None for stage in self.plan.stages):
             key = self.config.upload_key("")
             first_of_size(trainer.rule, trainer.sent, trained[0].report, trainer.model.size, key)
@@ -242,8 +248,8 @@ class RuleDryRun(SmallClients):
             with only_breaches("collude is not checked"):
                 self._check_collusion(trainer, trained)
         if is_used and overridden(self.plan.client, ["begin", "evaluated"]):
-            self._try_own_model(trainer, broadcast, tasks[0])
-            self._try_own_model(trainer, broadcast, next_task(tasks[0], trained[0]))
+            self._try_own_model(trainer, broadcast, task)
+            self._try_own_model(trainer, broadcast, next_task(task, trained[0]))
 
     def _train_later_round(
         self, trainer: Trainer, broadcast: Broadcast, trained: list[ClientUpdate]
@@ -256,10 +262,7 @@ class RuleDryRun(SmallClients):
         t = min(1, self.config.rounds - 1)
         tasks = [replace(next_task(update.task, update), base=t) for update in trained]
         later = trainer.train_block({t: changed(broadcast)}, Block(0, tasks))
-        for update in later:
-            if update.broken is not None:
-                raise ContractError(update.broken)
-        return _outputs(trainer, later)
+        return _outputs(trainer, _unbroken(later))
 
     def _check_collusion(self, trainer: Trainer, trained: list[ClientUpdate]) -> None:
         """Try `collude` with the uploads of both clients, and of two more that do not collude.
@@ -390,6 +393,14 @@ class RuleDryRun(SmallClients):
         if errors := [update.error for update in trained if update.error]:
             return [], errors[0].splitlines()[0]
         return _outputs(trainer, trained), None
+
+
+def _unbroken(updates: list[ClientUpdate]) -> list[ClientUpdate]:
+    """Return updates of clients; raise ContractError if one has broken the contract."""
+    for update in updates:
+        if update.broken is not None:
+            raise ContractError(update.broken)
+    return updates
 
 
 def _outputs(trainer: Trainer, trained: list[ClientUpdate]) -> list[ReportedTensors]:
