@@ -101,6 +101,23 @@ class Process:
                 os.kill(self.pid, signal.SIGKILL)
 
 
+@contextmanager
+def variables_kept(names: Iterable[str]) -> Iterator[None]:
+    """Put environment variables back at the end to what they are at the beginning.
+
+    Args:
+        names: names of the variables, which the block may set or remove.
+    """
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
 class Child:
     """A process of Python that works for this one, which is connected to it by a socket.
 
