@@ -1,4 +1,4 @@
-"""Time limits for calls, and the end of processes that hang.
+"""Processes that work for this one, time limits for calls, and the end of processes that hang.
 
 Ray's own calls can block forever when one of its processes hangs. Therefore every call that closes
 something has a time limit (`limited`), and started processes that are still alive afterwards are
