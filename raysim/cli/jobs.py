@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -268,13 +268,10 @@ def _relative_to(working_dir: Path, source: str) -> str:
 def _inside(folder: Path) -> Iterator[None]:
     """Change the current directory, as the job will, until the block is left."""
     from raysim.config.tracking_uri import MLFLOW_VARIABLES
+    from raysim.system.processes import variables_kept
 
-    before = Path.cwd()
-    os.chdir(folder)
-    # The job has the variables of its nodes, not those of this machine.
-    variables = {name: os.environ.pop(name, None) for name in MLFLOW_VARIABLES}
-    try:
+    with chdir(folder), variables_kept(MLFLOW_VARIABLES):
+        # The job has the variables of its nodes, not those of this machine.
+        for name in MLFLOW_VARIABLES:
+            os.environ.pop(name, None)
         yield
-    finally:
-        os.chdir(before)
-        os.environ |= {name: value for name, value in variables.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Time limits for calls, and the end of processes that hang.
+"""Processes that work for this one, time limits for calls, and the end of processes that hang.
 
 Ray's own calls can block forever when one of its processes hangs. Therefore every call that closes
 something has a time limit (`limited`), and started processes that are still alive afterwards are
@@ -99,6 +99,23 @@ class Process:
         with suppress(OSError):
             if self.alive:
                 os.kill(self.pid, signal.SIGKILL)
+
+
+@contextmanager
+def variables_kept(names: Iterable[str]) -> Iterator[None]:
+    """Put environment variables back at the end to what they are at the beginning.
+
+    Args:
+        names: names of the variables, which the block may set or remove.
+    """
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 class Child:

@@ -60,8 +60,8 @@ def replay_spool(run_dir: Path, to_a_new_run: bool = False) -> int:
         except Exception as error:
             raise RaysimError(
                 f"{run_dir}: {spool.pending} of {left} records still cannot be sent to "
-                f"{mask_secrets(server.uri)}: "
-                f"{brief(error)}. {remedy(server.uri, error)}, then try again{new_run_option(error)}"
+                f"{mask_secrets(server.uri)}: {brief(error)}. "
+                f"{remedy(server.uri, error)}, then try again{new_run_option(error)}"
             ) from None
     return left
 

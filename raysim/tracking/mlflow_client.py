@@ -17,6 +17,7 @@ from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import absolute_uri, database_of, mask_secrets
 from raysim.errors import ConfigError, RaysimError
 from raysim.imports import uncollected
+from raysim.system.processes import variables_kept
 from raysim.tracking.spool import Tail
 from raysim.tracking.store_errors import brief
 
@@ -61,19 +62,18 @@ def open_store(uri: str | None, purpose: str = "read") -> Iterator[Any]:
             f"--uri: there is no {database}; start this in the folder of the runs, or give the "
             "address of their tracking store, sqlite:///… or http://…"
         )
-    unset = MLFLOW_ENVIRONMENT.keys() - os.environ.keys()
     try:
-        os.environ.update({name: MLFLOW_ENVIRONMENT[name] for name in unset})
-        yield connected(address)
+        # A script may use MLflow too, as its user has set it.
+        with variables_kept(MLFLOW_ENVIRONMENT):
+            for name, value in MLFLOW_ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+            yield connected(address)
     except RaysimError:
         raise
     except Exception as error:
         no_answer = "Max retries exceeded" in str(error)
         why = "nothing answers; is the server up?" if no_answer else brief(error)
         raise RaysimError(f"--uri: {mask_secrets(address)} cannot be {purpose}: {why}") from None
-    finally:
-        for name in unset:  # a script may use MLflow too, as its user has set it
-            os.environ.pop(name, None)
 
 
 def check_database(uri: str, run_dir: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from raysim.config.tracking_uri import absolute_uri, restored_uri
 from raysim.errors import ConfigError, RaysimError, in_a_line
+from raysim.system.processes import variables_kept
 from raysim.tracking import mlflow_client
 from raysim.tracking.spool import Tail
 
@@ -45,15 +45,17 @@ def log_model(run_dir: Path, net: nn.Module, example: Tensor, name: str, step: i
             f"the net cannot be logged as a model: forward returns {type(outputs).__name__}, and a "
             "model in MLflow one tensor; raysim export writes its weights"
         )
-    with mlflow_client.open_store(restored_uri(start["uri"]), "written") as client:
+    with (
+        mlflow_client.open_store(restored_uri(start["uri"]), "written") as client,
+        # `set_tracking_uri` sets the variable, which the next run of this process would use.
+        variables_kept(["MLFLOW_TRACKING_URI"]),
+    ):
         import mlflow
         from mlflow import pytorch
         from mlflow.exceptions import MlflowException
         from mlflow.models import infer_signature
 
         status = client.get_run(tail.run_id).info.status
-        # `set_tracking_uri` sets the variable, which the next run of this process would use.
-        variable = os.environ.get("MLFLOW_TRACKING_URI")
         mlflow.set_tracking_uri(absolute_uri(restored_uri(start["uri"])))
         try:
             with warnings.catch_warnings(), mlflow.start_run(run_id=tail.run_id):
@@ -75,7 +77,4 @@ def log_model(run_dir: Path, net: nn.Module, example: Tensor, name: str, step: i
             ) from None
         finally:
             client.set_terminated(tail.run_id, status)
-            os.environ.pop("MLFLOW_TRACKING_URI", None)
-            if variable is not None:
-                os.environ["MLFLOW_TRACKING_URI"] = variable
     return logged.model_uri

@@ -167,9 +167,9 @@ class LocalProcesses:
                 process.close()
                 self.processes[i] = process = self._start()
                 process.begin(self.code, job)
-            place = waiting.popleft()
-            process.train(place)
-            log.started(place)
+            process.place = waiting.popleft()
+            process.send(process.place)
+            log.started(process.place)
 
     def close(self, kill: bool = False) -> None:
         """End the processes.
@@ -214,15 +214,6 @@ class _Process(Child):
         with suppress(OSError):  # the process has died, which `receive` will report
             self.connection.send_bytes(code)
             self.connection.send_bytes(job)
-
-    def train(self, place: int) -> None:
-        """Let the process train a trial.
-
-        Args:
-            place: position of the trial.
-        """
-        self.place = place
-        self.send(place)
 
     def send(self, message: Any) -> None:
         """Send a message.

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from raysim.system.processes import end_with
@@ -39,25 +40,20 @@ def _import_mlflow() -> None:
     """Import MLflow before it is needed. The first call reports an error."""
     from raysim.tracking import mlflow_client
 
-    try:
+    with suppress(Exception):
         mlflow_client.import_mlflow("http:")
-    except Exception:
-        return
 
 
 def _serve(connection: Connection) -> None:
     """Answer the requests of one connection, with the parent's environment variables."""
     from raysim.tracking.mlflow_process import calls
 
-    try:
+    with connection, suppress(OSError, EOFError):
         environment = connection.recv()
-    except (OSError, EOFError):
-        connection.close()
-        return
-    for name in set(os.environ) - set(environment):
-        del os.environ[name]
-    os.environ.update(environment)
-    calls.serve(connection)
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        os.environ.update(environment)
+        calls.serve(connection)
 
 
 if __name__ == "__main__":

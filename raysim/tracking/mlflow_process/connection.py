@@ -13,6 +13,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection as PipeEnd
 from typing import Any
@@ -99,11 +100,8 @@ def start() -> None:
 
     An error is reported by the first request.
     """
-    try:
-        with _lock:
-            _running()
-    except ProcessFailed:
-        return
+    with suppress(ProcessFailed), _lock:
+        _running()
 
 
 def connect() -> PipeEnd:

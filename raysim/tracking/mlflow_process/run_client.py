@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,8 @@ def find_run(uri: str, run_id: str) -> tuple[str, dict[str, str]]:
     Raises:
         Exception: any error of MLflow or the network, or there is no such run.
     """
-    connection = Connection()
-    try:
+    with closing(Connection()) as connection:
         reply = connection.request({"call": "find", "uri": uri, "run_id": run_id})
-    finally:
-        connection.close()
     check(reply)
     return reply["experiment_id"], reply["tags"]
 
