@@ -174,11 +174,14 @@ class Model:
             with failing_as(
                 lambda why: ConfigError(f"{failed}: {why}{self._hint(why, x)}"), (ConfigError,)
             ):
+                bound, _ = BoundModel.at_start(self)
                 if self.channels_last:
-                    self.channels_last = takes_channels_last(self._passes_at_start(), x)
-                outputs, of_two = self._first_pass(x)
+                    self.channels_last = takes_channels_last(
+                        lambda x, mode: bound.forward(x, mode, self.initial_buffers()), x
+                    )
+                outputs, of_two = self._first_pass(bound, x)
                 self.draws = generators.drawn_from()
-                of_three = self._first_pass(self.examples(3)[0])[1] if of_two else []
+                of_three = self._first_pass(bound, self.examples(3)[0])[1] if of_two else []
         finally:
             generators.restore()
         y = None if self.sample is None else self.sample.y.cpu().numpy()
@@ -207,9 +210,8 @@ class Model:
         """True if each example has masks of its own, along their first dimension."""
         return not self.draws and all(mask.is_of_examples for mask in self.dropouts)
 
-    def _first_pass(self, x: Tensor) -> tuple[Tensor, DropoutCalls]:
-        """Return the outputs for inputs x, and the calls of dropouts."""
-        bound = BoundModel(self)
+    def _first_pass(self, bound: BoundModel, x: Tensor) -> tuple[Tensor, DropoutCalls]:
+        """Return the outputs of a copy of the net for inputs x, and the calls of dropouts."""
         bound.frame.probe = []
         trained = self.as_trained(x).clone()
         before = trained.clone(), trained._version
@@ -225,11 +227,6 @@ class Model:
             replace(s, is_keyed=s.is_keyed and s.layer in layers) for s in self.statistics
         ]
         return outputs, bound.frame.probe
-
-    def _passes_at_start(self) -> Callable[[Tensor, PassMode], Tensor]:
-        """Return a function that makes a pass at the first parameters and statistics."""
-        bound, _ = BoundModel.at_start(self)
-        return lambda x, mode: bound.forward(x, mode, self.initial_buffers())
 
     def as_trained(self, x: Tensor) -> Tensor:
         """Return inputs in the memory format in which the net trains.

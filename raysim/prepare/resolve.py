@@ -186,6 +186,7 @@ def _resolved(config: Config, load: Callable[[AnyData], Dataset]) -> Plan:
         probes=attached,
         outputs=sample_outputs(workload.model),
     )
+    vars(plan)["idle_model"] = workload.model
     configured_probes.check_probes(plan)
     if config.files is None:
         # With recorded digests, the same code passed the dry run when the run first started.

@@ -13,11 +13,13 @@ from torch.nn import functional as F
 from raysim.config.sections.base import Named
 from raysim.errors import ConfigError
 from raysim.models.build import net_arguments
+from raysim.models.checks.hidden_state import refuse_draws, refuse_hidden_state
 from raysim.models.flat import Model
 from raysim.models.initial.weights import read_state_dict
 from raysim.models.nets import zoo
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch
+from raysim.rules.tasks.shipped_tasks import NextToken
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
 from raysim.training.tasks.pure_task import PureTask
@@ -31,7 +33,7 @@ def of(net: nn.Module, kind: type) -> list[Any]:
     return [m for m in net.modules() if isinstance(m, kind)]
 
 
-def seeded(name: str, shape: tuple[int, int, int], classes: int, **keys: Any) -> nn.Module:
+def seeded(name: str, shape: tuple[int, ...], classes: int, **keys: Any) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return zoo.NETS[name](shape, classes, **keys)
@@ -246,6 +248,23 @@ def shallow(monkeypatch):
 @pytest.fixture
 def vit(shallow) -> nn.Module:
     return seeded("vit_b_32", (3, 64, 64), 5)
+
+
+def test_no_net_keeps_something_between_passes(shallow):
+    """They are not searched for it before a run."""
+    for name in zoo.NETS:
+        task, sample = None, None
+        shape, classes = {"quadratic": ((1, 1, 8), 2), "ct_cnn": ((1, 128, 128), 2)}.get(
+            name, ((3, 32, 32), 10)
+        )
+        if name in ("lstm", "transformer"):
+            tokens = torch.arange(24).reshape(4, 6) % 10
+            shape, task, sample = (6,), NextToken(), Batch(tokens, tokens.roll(-1, 1))
+        net = seeded(name, shape, classes)
+        model = Model(copy.deepcopy(net), shape, classes, learning_task=task, sample=sample)
+        x, _ = model.examples(4)
+        refuse_draws(net, model, x)
+        refuse_hidden_state(net, model, x)
 
 
 def test_vit_has_twelve_layers():
