@@ -199,12 +199,9 @@ class ExampleReader(FormReader):
             return
         what = f"{other_name} has the columns of {name} in another order"
         if Counter(columns) != Counter(other_columns):
-            what = " and ".join(
-                [
-                    *_missing_columns(other_name, other_columns, columns),
-                    *_missing_columns(name, columns, other_columns),
-                ]
-            )
+            missing = _missing_columns(other_name, other_columns, columns)
+            missing += _missing_columns(name, columns, other_columns)
+            what = " and ".join(missing)
         raise self.error(
             f"{what}; give both the same columns in the same order, for example test[train.columns]"
         )

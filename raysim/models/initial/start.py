@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from raysim.by_key import by_key
 from raysim.errors import ConfigError
 from raysim.models.initial.adapters import base_names
 from raysim.models.initial.weights import in_part, read_weights
 from raysim.models.parts import MAX_NAMES, classifier_of, listed, matches, parameters_in_part
+from raysim.spelling import lacking
 
 
 def freeze(net: nn.Module, patterns: Iterable[str], classes: int) -> None:
@@ -99,14 +102,9 @@ def _check_skipped(skip: Sequence[str], known: Sequence[str], net_names: Iterabl
 
 def _wanted_tensors(net_tensors: Mapping[str, Tensor], skip: Sequence[str]) -> list[list[str]]:
     """Return the names of each tensor that the weights have to give: no skipped ones."""
-    aliases_by_id: dict[int, list[str]] = {}
-    for name, tensor in net_tensors.items():
-        aliases_by_id.setdefault(id(tensor), []).append(name)
-    wanted = []
-    for aliases in aliases_by_id.values():
-        if not any(_matches(name, skip) for name in aliases):
-            wanted.append(aliases)
-    return wanted
+    aliases_by_id = by_key(net_tensors, lambda name: id(net_tensors[name]))
+    is_skipped = partial(_matches, patterns=skip)
+    return [aliases for aliases in aliases_by_id.values() if not any(map(is_skipped, aliases))]
 
 
 def _contain_adapters(loaded: Iterable[str], adapters: Iterable[str]) -> bool:
@@ -152,18 +150,9 @@ def _misfits(
                 misfits.append(f"{shown.get(name, name)} is {size} there, {needed} in the net")
         if any(not torch.equal(loaded[present[0]], loaded[name]) for name in present[1:]):
             misfits.append(f"{' and '.join(aliases)} are one tensor in the net, and differ there")
-    unknown = [name for name in loaded if name not in net_tensors]
-    return [*_lacking(missing, unknown), *misfits[:MAX_NAMES]]
-
-
-def _lacking(missing: list[str], unknown: list[str]) -> list[str]:
-    """Return which tensors the weights lack and which the net lacks, as texts."""
-    texts = []
-    if missing:
-        texts.append(f"it lacks {listed([*dict.fromkeys(missing)])}")
-    if unknown:
-        texts.append(f"the net lacks {listed(unknown)}")
-    return texts
+    lacks = {"it": [*dict.fromkeys(missing)], "the net": lacking(loaded, net_tensors)}
+    texts = [f"{which} lacks {listed(names)}" for which, names in lacks.items() if names]
+    return [*texts, *misfits[:MAX_NAMES]]
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
