@@ -164,8 +164,7 @@ def execute(
             signals.install()
             engine = run.start(executor, saved, signals)
             run.log_forked(engine, progress)
-            first = round_name(saved.facts["round"]) if saved else "round 0 (before training)"
-            startup_stages.begin(first)
+            startup_stages.begin(_next_step(plan, saved))
             with signals.held():
                 for record in engine.rounds():
                     run.log(engine, record, progress)
@@ -173,6 +172,15 @@ def execute(
     if run.tracker.failure:
         raise RaysimError(run.tracker.failure)
     return result
+
+
+def _next_step(plan: Plan, saved: checkpoint.Checkpoint | None) -> str:
+    """Return what follows the start of a run, for its progress."""
+    if saved is None:
+        return "round 0 (before training)"
+    done = saved.facts["round"]
+    # The run may have been killed between its last checkpoint and its end.
+    return round_name(done) if done < plan.config.rounds else "the end of the run"
 
 
 @contextmanager

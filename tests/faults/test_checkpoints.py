@@ -26,6 +26,7 @@ from raysim.errors import ConfigError, RaysimError
 from raysim.runs import result
 from raysim.runs.artifacts import written_files
 from raysim.runs.resume import resume
+from raysim.system import startup_stages
 
 pytestmark = pytest.mark.ray
 
@@ -371,7 +372,9 @@ def test_a_run_whose_parameters_could_not_be_written_is_resumed_for_them(
         raysim.run(config)
     assert not (tmp_path / "run" / "parameters.safetensors").exists()
     monkeypatch.setattr(result, "save_file", save)
-    done = resume(tmp_path / "run")
+    with startup_stages.shown_by((stages := []).append):
+        done = resume(tmp_path / "run")
+    assert stages[-1] == "the end of the run"  # and no round 5
     assert done.rounds == 4 and (tmp_path / "run" / "parameters.safetensors").exists()
     run = run_in(uri, tmp_path.name)
     assert run.info.status == "FINISHED" and not run.data.tags["error"]
