@@ -108,7 +108,9 @@ class Plan:
         """Return the state to pickle; unpickling the other fields needs the first ones."""
         before_fields = {"environment": EnvironmentOfDriver(), "operators": OperatorsOfDriver()}
         state = {**before_fields, "code": self.code, **self.__dict__}
-        state.pop("idle_model", None)  # workers build their own
+        # Workers need no idle model for what is derived of it.
+        state["_derived"] = self._derived
+        state.pop("idle_model", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -172,7 +174,10 @@ class Plan:
 
     @cached_property
     def idle_model(self) -> Model:
-        """The net on the CPU for names, masks and first values; nothing trains on it."""
+        """The net on the CPU for names, masks and first values, kept as long as the plan.
+
+        Nothing trains on it.
+        """
         return self.model()
 
     def state_dict(self, snapshot: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -104,9 +105,7 @@ def as_line(row: Row) -> str:
     del content["place"]
     if not row.stopped:
         del content["stopped"], content["early_stopping"]
-    content["check"] = _checksum(content)
-    # JSON has neither NaN nor infinities.
-    return json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return _json({**content, "check": _checksum(content)})
 
 
 def from_line(line: str, place: str = "") -> Row:
@@ -129,9 +128,35 @@ def from_line(line: str, place: str = "") -> Row:
         raise BadRow(f"its format is {content['ledger']}, not {FORMAT}; use its raysim version")
     if content.pop("check", None) != _checksum(content):
         raise BadRow("its checksum is wrong; it was damaged or changed by hand")
-    # By its checksum it is what `as_line` wrote.
-    del content["ledger"]
-    return Row(**content | {"history": _decoded(content["history"]), "place": place})
+    if not re.fullmatch("[0-9a-f]{64}", str(content.get("fingerprint"))):
+        raise BadRow("its fingerprint is not a sha256")
+    try:
+        return Row(
+            content["fingerprint"],
+            str(content["experiment"]),
+            str(content["title"]),
+            str(content["method"]),
+            int(content["seed"]),
+            int(content["rounds"]),
+            content["digest"],
+            str(content["cpu"]),
+            {name: str(content["versions"][name]) for name in VERSIONS},
+            float(content["seconds"]),
+            {**content["config"], "evaluate": dict(content["config"]["evaluate"])},
+            _decoded(content["history"]),
+            content.get("stopped", ""),
+            content.get("early_stopping"),
+            place,
+        )
+    except KeyError as error:
+        raise BadRow(f"it has no {error}") from None
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise BadRow(str(error)) from None
+
+
+def _json(content: Any) -> str:
+    """Return compact JSON without NaN and infinities."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

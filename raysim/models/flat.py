@@ -181,7 +181,10 @@ class Model:
                     )
                 outputs, of_two = self._first_pass(bound, x)
                 self.draws = generators.drawn_from()
-                of_three = self._first_pass(bound, self.examples(3)[0])[1] if of_two else []
+                of_three = []
+                if of_two:
+                    other, _ = BoundModel.at_start(self)
+                    of_three = self._first_pass(other, self.examples(3)[0])[1]
         finally:
             generators.restore()
         y = None if self.sample is None else self.sample.y.cpu().numpy()
@@ -212,7 +215,7 @@ class Model:
 
     def _first_pass(self, bound: BoundModel, x: Tensor) -> tuple[Tensor, DropoutCalls]:
         """Return the outputs of a copy of the net for inputs x, and the calls of dropouts."""
-        bound.frame.probe = []
+        bound.frame.probe, bound.frame.passed = [], set()
         trained = self.as_trained(x).clone()
         before = trained.clone(), trained._version
         with torch.no_grad():

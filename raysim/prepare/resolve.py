@@ -186,6 +186,7 @@ def _resolved(config: Config, load: Callable[[AnyData], Dataset]) -> Plan:
         probes=attached,
         outputs=sample_outputs(workload.model),
     )
+    # What `plan.model()` would build again; the plan is frozen.
     vars(plan)["idle_model"] = workload.model
     configured_probes.check_probes(plan)
     if config.files is None:

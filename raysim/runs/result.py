@@ -11,7 +11,6 @@ import logging
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +74,8 @@ class RunResult:
     """Global parameters after the last round, as a flat vector `[P]`."""
     state_dict: dict[str, Tensor]
     """Parameters by name, with BatchNorm statistics, for the net's `load_state_dict`."""
+    digest: str
+    """sha256 of `parameters`."""
     seconds: float
     """Wall-clock seconds of the call; of a loaded run, the seconds of its rounds."""
     stopped: str = ""
@@ -92,11 +93,6 @@ class RunResult:
         if accuracy := self.metrics.get("accuracy"):
             parts.append(f"accuracy {accuracy['last']:.4f}, best {accuracy['best']:.4f}")
         return f"RunResult({', '.join(parts)}, digest {self.digest[:8]})"
-
-    @cached_property
-    def digest(self) -> str:
-        """sha256 of `parameters`, in hexadecimal."""
-        return parameters_digest(self.parameters)
 
     @property
     def rounds(self) -> int:
@@ -394,7 +390,9 @@ def load(run: str | Path, *, tracking_uri: str | None = None, **objects: Any) ->
         named = loaded_plan(folder).state_dict(saved.server, x)
         stopped = f"stopped after round {saved.facts['round']} of {config.rounds}"
     seconds = total(history, "system/round_seconds")
-    return RunResult(run_id, folder, config, history, x, named, seconds, stopped)
+    return RunResult(
+        run_id, folder, config, history, x, named, parameters_digest(x), seconds, stopped
+    )
 
 
 def write_parameters(plan: Plan, named: dict[str, Tensor], folder: Path) -> None:

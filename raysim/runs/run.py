@@ -29,7 +29,7 @@ from raysim.runs.artifacts.export import log_models
 from raysim.runs.artifacts.written_files import write_artifacts
 from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.python_inputs import named_inputs, named_source
-from raysim.runs.result import RunResult, best_figures, write_parameters
+from raysim.runs.result import RunResult, best_figures, parameters_digest, write_parameters
 from raysim.runs.run_dir import (
     PARAMETERS_FILE,
     STORE_TO_KEEP,
@@ -164,7 +164,7 @@ def execute(
             signals.install()
             engine = run.start(executor, saved, signals)
             run.log_forked(engine, progress)
-            startup_stages.begin(_next_step(plan, saved))
+            startup_stages.begin(_first_stage(plan, saved))
             with signals.held():
                 for record in engine.rounds():
                     run.log(engine, record, progress)
@@ -174,7 +174,7 @@ def execute(
     return result
 
 
-def _next_step(plan: Plan, saved: checkpoint.Checkpoint | None) -> str:
+def _first_stage(plan: Plan, saved: checkpoint.Checkpoint | None) -> str:
     """Return what follows the start of a run, for its progress."""
     if saved is None:
         return "round 0 (before training)"
@@ -351,9 +351,16 @@ class _OpenRun:
         # The parameter file marks a finished run. A stopped run has them in its checkpoint.
         if not engine.stopped:
             write_parameters(plan, named, self.run_dir)
-        config = without_secrets(plan.config)
         result = RunResult(
-            engine.run_id, self.run_dir, config, engine.history, x, named, seconds, engine.stopped
+            engine.run_id,
+            self.run_dir,
+            without_secrets(plan.config),
+            engine.history,
+            x,
+            named,
+            parameters_digest(x),
+            seconds,
+            engine.stopped,
         )
         self.end.result = result
         if engine.last_evaluation:

@@ -212,8 +212,8 @@ def _plot(sweep: Sweep, metric: str, runs: list[TrackedRun], rows: list[TableRow
 def _trials_as_runs(outcome: SweepResult) -> tuple[str, list[TrackedRun]]:
     """Return the metric of the comparison, and all trials as runs; failed ones have no history."""
     unfinished = outcome.unfinished
-    failed = [trial for trial, _ in outcome.failed]
-    trained = [trial for trial in outcome.sweep.trials if trial not in failed]
+    failed = {trial.folder for trial, _ in outcome.failed}
+    trained = [trial for trial in outcome.sweep.trials if trial.folder not in failed]
     histories = {trial.folder: trial.history() for trial in trained}
     records = itertools.chain.from_iterable(histories.values())
     logged = set().union(*(record for _, record in records))

@@ -307,6 +307,7 @@ class Spool(Tail):
         try:
             super().__init__(folder)
             lines = self._whole_lines()
+            self._total = len(lines)
             self.size = sum(map(len, lines))
             """Size of the spool in bytes."""
             # The thread that sends the records could not report a damaged one.
@@ -320,7 +321,7 @@ class Spool(Tail):
     @property
     def pending(self) -> int:
         """Number of unacknowledged records, including those in memory."""
-        return super().pending + len(self._memory)
+        return self._total - self._sent + len(self._memory) + len(self.postponed)
 
     @property
     def homeless(self) -> int:
@@ -404,4 +405,5 @@ class Spool(Tail):
         except OSError:
             os.ftruncate(self._file.fileno(), self.size)
             raise
+        self._total += 1
         self.size += len(line)

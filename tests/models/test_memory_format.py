@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import raysim
+from raysim.models.checks.against_pytorch import check_reading
 from raysim.models.flat import Model
 
 SHAPE = (3, 6, 6)
@@ -123,3 +125,32 @@ def test_a_caller_may_have_switched_gradients_off(off, run_of):
         run_of(nn.Sequential(model, nn.BatchNorm1d(2)), y, **attacked)
     assert again.digest == done.digest
     torch.testing.assert_close(predicted, done.net()(torch.from_numpy(X)).detach())
+
+
+class CallsItsNormInEvaluation(nn.Module):
+    """In training it moves the norm's means by itself."""
+
+    def __init__(self, rebinds: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.tail, self.rebinds = Tail("flatten"), rebinds
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x)
+        if not self.training:
+            return self.tail(self.norm(h))
+        means = h.mean((0, 2, 3)).detach()
+        if self.rebinds:
+            self.norm.running_mean = 0.9 * self.norm.running_mean + 0.1 * means
+        else:
+            self.norm.running_mean.mul_(0.9).add_(0.1 * means)
+        return self.tail(h)
+
+
+@pytest.mark.parametrize("rebinds", [False, True])
+def test_a_norm_that_only_the_passes_of_the_comparison_call_is_not_taken_for_called(rebinds):
+    net = CallsItsNormInEvaluation(rebinds)
+    model = Model(copy.deepcopy(net), SHAPE, 2)
+    assert model.has_unkeyed_statistics
+    check_reading(net, model)

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ByteSize,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from raysim.config.sections.base import Section, ShortForm, as_list, not_empty
 
@@ -32,14 +25,23 @@ class Checkpointing(Section):
 
 def _bytes(value: Any) -> Any:
     """Return 2GB, "512 MB" or "1.5 GiB" as a number of bytes, and anything else unchanged."""
+    units = {
+        "": 1,
+        "K": 1e3,
+        "M": 1e6,
+        "G": 1e9,
+        "T": 1e12,
+        "KI": 2**10,
+        "MI": 2**20,
+        "GI": 2**30,
+        "TI": 2**40,
+    }
     if not isinstance(value, str):
         return value
-    try:  # the B of a unit may be missing, also that of Gi
-        return TypeAdapter(ByteSize).validate_python(f"{value.strip().upper().removesuffix('B')}B")
-    except ValidationError:
-        raise ValueError(
-            "expected a number of bytes, or one with a unit such as 512MB or 4GB"
-        ) from None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*((?:[KMGT]I?)?)B?\s*", value.upper())
+    if match is None:
+        raise ValueError("expected a number of bytes, or one with a unit such as 512MB or 4GB")
+    return int(float(match[1]) * units[match[2]])
 
 
 class ClientState(Section):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,14 +148,25 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
     users = reader.one_of(users, "training", others, "users")
     users_test = reader.one_of(users_test, "test", others, "users_test")
     numbered = reader.groups(users, users_test, len(y), len(y_test))
+    scale, shift = _normalisation(x)
     declared = others.get("classes")
     if declared is None and len(class_names) >= number_of_labels(y, y_test) > 0:
         declared = class_names
-    classes = reader.classes(declared, y, y_test)
-    data = Dataset(name, x, y, x_test, y_test, classes, *_normalisation(x), inputs=inputs)
-    data = replace(data, classes_declared=declared is not None)
-    data = replace(data, public_x=public_x, public_y=public_y)
-    return replace(data, **numbered._asdict()) if numbered else data
+    return Dataset(
+        name,
+        x,
+        y,
+        x_test,
+        y_test,
+        reader.classes(declared, y, y_test),
+        scale,
+        shift,
+        classes_declared=declared is not None,
+        public_x=public_x,
+        public_y=public_y,
+        inputs=inputs,
+        **(numbered._asdict() if numbered else {}),
+    )
 
 
 def _normalisation(x: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:

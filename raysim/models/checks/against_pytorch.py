@@ -70,7 +70,7 @@ def comparing_once() -> Iterator[None]:
 def check_reading(net: nn.Module, model: Model, settings: str = "") -> None:
     """Compare a net that was read with PyTorch's own passes of it.
 
-    A net of raysim is not searched for hidden state.
+    A net of raysim is searched neither for hidden state nor for random numbers.
 
     Args:
         net: the net as the user wrote it; not changed.

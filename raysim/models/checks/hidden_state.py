@@ -178,8 +178,9 @@ class _Trial:
     @torch.no_grad()
     def restore(self, changed: Mapping[str, Tensor] | None = None) -> None:
         """Set parameters and buffers to those at the start, or to others."""
+        values = {**self.start, **(changed or {})}
         for name, tensor in [*self.net.named_parameters(), *self.net.named_buffers()]:
-            tensor.copy_((self.start | dict(changed or {}))[name])
+            tensor.copy_(values[name])
 
     def moved_buffers(self) -> list[str]:
         """Return the buffers that have changed since the start and are no statistics."""

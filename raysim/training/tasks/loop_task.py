@@ -304,6 +304,7 @@ class LoopTask(ModelTask):
             return torch.autograd.grad(loss(net, batch).sum(), x)[0]
 
     def _nets_of(self, w: Tensor) -> NetAtPoint:
+        """Return what makes forward passes on a copy of the net. See `ModelTask._nets_of`."""
         copy = self.given_nets.at(w)
 
         def make(*arguments: Any) -> Net:

@@ -89,6 +89,7 @@ class PureTask(ModelTask):
             return torch.func.grad(total)(batch.x)
 
     def _nets_of(self, w: Tensor) -> NetAtPoint:
+        """Return what makes pure forward passes. See `ModelTask._nets_of`."""
         return partial(self._net, w, moved=[])
 
     def _net(

@@ -237,7 +237,7 @@ class LaneSteps(LocalSteps):
         task.global_buffers = tensors["received buffers"]
         task.facts = tensors["steps"], tensors["client"]
         # A captured step has constants as they are now; what changes is read from memory.
-        constant = isinstance(self.config.local.lr, float)
+        constant = isinstance(self.config.local.lr, int | float)
         lr = client.settings.lr if constant else tensors["lr"]
         task.settings = replace(client.settings, t=tensors["t"], lr=lr)
         if self.config.local.accumulate > 1:
