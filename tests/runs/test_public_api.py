@@ -188,9 +188,8 @@ def test_a_file_that_trains_is_refused_where_a_class_of_it_is_needed(config, her
 
 def test_an_untracked_run_is_forked_untracked_and_calls_take_keywords(here: Path):
     given = {key: value for key, value in SMALL.items() if key not in ("tracking", "checkpoint")}
-    first = raysim.run(
-        **{**given, "algorithm": "fedavg", "rounds": 1, "checkpoint.every": 1}, tracking=False
-    )
+    given |= {"algorithm": "fedavg", "rounds": 1, "checkpoint.every": 1}
+    first = raysim.run(**given, **{"resources.executor": "inline"}, tracking=False)
     resumed = raysim.resume(first.run_dir, rounds=2)
     forked = raysim.fork(first.run_dir, {"local.lr": 0.01}, rounds=3)
     assert (resumed.rounds, forked.rounds, forked.run_id) == (2, 3, "")
