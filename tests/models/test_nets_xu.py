@@ -252,15 +252,19 @@ def vit(shallow) -> nn.Module:
 
 def test_no_net_keeps_something_between_passes(shallow):
     """They are not searched for it before a run."""
+    of_net = {
+        "quadratic": ((1, 1, 8), 2, {}),
+        "ct_cnn": ((1, 20, 26), 2, {"width": 3, "downsample": 2}),
+        "lstm": ((6,), 10, {}),
+        "transformer": ((6,), 10, {}),
+    }
+    tokens = torch.arange(24).reshape(4, 6) % 10
     for name in zoo.NETS:
+        shape, classes, keys = of_net.get(name, ((3, 32, 32), 10, {}))
         task, sample = None, None
-        shape, classes = {"quadratic": ((1, 1, 8), 2), "ct_cnn": ((1, 128, 128), 2)}.get(
-            name, ((3, 32, 32), 10)
-        )
-        if name in ("lstm", "transformer"):
-            tokens = torch.arange(24).reshape(4, 6) % 10
-            shape, task, sample = (6,), NextToken(), Batch(tokens, tokens.roll(-1, 1))
-        net = seeded(name, shape, classes)
+        if shape == (6,):
+            task, sample = NextToken(), Batch(tokens, tokens.roll(-1, 1))
+        net = seeded(name, shape, classes, **keys)
         model = Model(copy.deepcopy(net), shape, classes, learning_task=task, sample=sample)
         x, _ = model.examples(4)
         refuse_draws(net, model, x)
