@@ -171,6 +171,11 @@ def _descend(
 
 def _refuse(plan: Plan, observations: Sequence[Observation]) -> None:
     """Refuse a run whose updates do not show a gradient of images."""
+    if not plan.learning_task.class_labels:
+        raise ConfigError(
+            f"attack: it reconstructs class labels, which task '{plan.learning_task.name}' has "
+            "not; attack a run of task=classification"
+        )
     if not observations:
         raise ConfigError(
             "attack: no client was recorded in this round; run it again with another "

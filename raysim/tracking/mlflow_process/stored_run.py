@@ -41,6 +41,11 @@ class StoredRun(RunInStore):
         self._steps: dict[str, set[int]] | None = {} if self.run_id else None
         self._artifacts = store.artifact_location(self.uri)
 
+    @property
+    def is_server(self) -> bool:
+        """Whether the store is a server, and no database."""
+        return self.uri.startswith("http")
+
     def send(self, records: list[dict[str, Any]]) -> int:
         """Send records that go together: one of any kind, or metrics of several steps.
 
@@ -98,7 +103,7 @@ class StoredRun(RunInStore):
         path = self.run_dir / record["path"]
         if not path.exists():
             raise Refused(f"{path} no longer exists")
-        if self.uri.startswith("http"):  # a server, and no database
+        if self.is_server:
             address = self._get(self.run_id).info.artifact_uri
             if urlsplit(address).scheme in ("", "file"):
                 raise FileRefused(
