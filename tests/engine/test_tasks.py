@@ -1,4 +1,4 @@
-"""Runs of every learning task: loop against vmap, padding, one process against actors, and
+"""Runs of every learning task: loop against lanes, ragged clients, one process against actors, and
 mistakes."""
 
 from __future__ import annotations

@@ -462,12 +462,12 @@ def test_adapters_of_a_transformer_are_all_that_is_trained():
     Path("adapted.py").write_text(ADAPTED)
     keys = {**DIGITS_MLP, "task": "next_token", "model": "./adapted.py:adapted", "dtype": "float64"}
     keys |= {"data": named_inputs({"data": sentences()})["data"], "checkpoint": {"every": 1}}
-    loop, vmap = (
+    loop, lanes = (
         raysim.run(keys, run_dir=mode, tracking=False, **{"batching.mode": mode})
         for mode in ("loop", "lanes")
     )
     assert len(loop.parameters) == 2 * (8 + 24) + 2 * (8 + 8)
-    torch.testing.assert_close(loop.parameters, vmap.parameters, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(loop.parameters, lanes.parameters, rtol=1e-10, atol=1e-12)
     model = prepare("loop/config.yaml").model()
     frozen = [
         {id(p) for p in BoundModel(model).module.parameters() if not p.requires_grad}

@@ -118,8 +118,8 @@ def assert_sound(engine: Engine) -> None:
 
 @every_client
 def test_side_by_side_is_one_after_the_other(client, server, engine, config):
-    """vmap pads batches, masks the padding in BatchNorm and loss, and freezes the clients that have
-    finished (with epochs each client has its own number of steps). Nothing of that may show."""
+    """Lanes take the clients in turn, keep their memory and their captured steps, and meet last batches
+    of other sizes (with epochs each client has its own number of steps). Nothing of that may show."""
     local = {"epochs": 2, "batch_size": 6, "lr": 0.05}
     looped_run, several_run = in_both_modes(engine, config(client, server, local=local), 1e-9)
     (looped, records), (several, records_of_several) = looped_run, several_run

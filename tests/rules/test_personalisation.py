@@ -270,7 +270,7 @@ COMPOSABLE = sorted(
 def test_personal_parts_under_every_client_rule_with_a_start_or_end_of_its_own(
     client, run, source, engine
 ):
-    """Loop and vmap agree, the server's personal parameters stay, and each client keeps its own."""
+    """Loop and lanes agree, the server's personal parameters stay, and each client keeps its own."""
     servers = [s for s in registry.SERVER_RULES if fits(client, s)]
     server = client if client in servers else "fedavg" if "fedavg" in servers else servers[0]
     model = {"name": source("nets", STAGED) + ":Net"}

@@ -70,8 +70,8 @@ def test_numbers_of_clients_are_averaged_over_steps_and_clients():
 def test_blocks_do_not_change_what_is_logged_and_lanes_only_rounds():
     whole = logged()
     assert logged(**{"batching.size": 3}) == whole
-    vmap = logged(**{"batching.mode": "lanes", "batching.size": 4})
-    assert vmap == [pytest.approx(record) for record in whole]
+    lanes = logged(**{"batching.mode": "lanes", "batching.size": 4})
+    assert lanes == [pytest.approx(record) for record in whole]
 
 
 @pytest.mark.ray
