@@ -256,8 +256,8 @@ def load_covid_ct(data: Data) -> Dataset:
     groups = (numbers[1:] - 1).astype(np.int32)
     papers = tuple(names[1:].tolist())
     norm = normalise(IMAGENET_GREY_MEAN_STD)
-    data = Dataset("covid_ct", x, y, x_test, y_test, classes, *norm, pad=16, flip=True)
-    return replace(data, groups=groups, group_names=papers)
+    images = Dataset("covid_ct", x, y, x_test, y_test, classes, *norm, pad=16, flip=True)
+    return replace(images, groups=groups, group_names=papers)
 
 
 def _covid_index(path: Path, root: Path) -> list[dict[str, str]]:
