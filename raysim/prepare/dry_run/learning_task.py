@@ -43,7 +43,7 @@ def dry_run_task(plan: Plan) -> None:
         checked = {f"task.name: loss of '{plan.learning_task.name}'": (), **checked}
     if not checked:
         return
-    net, buffers = BoundModel.at_start(plan.model("cpu"))
+    net, buffers = BoundModel.at_start(plan.idle_model)
     data = plan.dataset
     x, y = data.x_test[:SAMPLE_EXAMPLES], data.y_test[:SAMPLE_EXAMPLES]
     examples = Examples(x, y, data.scale, data.shift, dtype=net.model.dtype)
