@@ -15,6 +15,8 @@ from typer.core import TyperGroup
 
 from raysim.cli.base import app, job_app, print_table
 from raysim.cli.terminal import aside
+from raysim.config.loading import configuration_files
+from raysim.config.shipped_files import shipped_files
 from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean
 
@@ -146,8 +148,13 @@ def checked_command(
     source = parsed["config"]
     with _inside(working_dir):
         _check_configurations(name, source, overrides)
+        files = set(configuration_files(source)) - set(shipped_files().values())
+    for file in files:
+        _check_uploaded(working_dir, _relative_to(working_dir, str(file)))
+    _check_results("--dir", parsed.get("folder"))
+    for ledger in parsed.get("ledgers", ()):
+        _check_results("--ledger", str(ledger))
     relative = _relative_to(working_dir, source)
-    _check_uploaded(working_dir, relative)
     return [name, *(relative if argument == source else argument for argument in arguments)]
 
 
@@ -157,6 +164,15 @@ def _check_files(working_dir: Path, requirements: Path | None) -> None:
         raise ConfigError(f"--working-dir: there is no folder {working_dir}")
     if requirements is not None and not requirements.is_file():
         raise ConfigError(f"--requirements: there is no file {requirements}")
+
+
+def _check_results(option: str, path: str | None) -> None:
+    """Raise ConfigError if an option names a file or folder that a job would leave in its own."""
+    if path is not None and not Path(path).expanduser().is_absolute():
+        raise ConfigError(
+            f"{option}: {path} would be deleted with the job's folder; give an absolute path on "
+            "a disk that all nodes see"
+        )
 
 
 def _check_uploaded(working_dir: Path, path: str) -> None:

@@ -123,22 +123,34 @@ def claims(source: str | Path | Mapping[str, Any]) -> Any:
     return next((layer[CLAIMS] for layer in reversed(_layers(source)) if CLAIMS in layer), None)
 
 
+def configuration_files(source: str | Path) -> dict[Path, dict[str, Any]]:
+    """Return the contents of a configuration file, after that of the file that it extends.
+
+    Args:
+        source: a path, or the name of a shipped configuration.
+
+    Raises:
+        ConfigError: a file cannot be read, or the extended one extends another.
+    """
+    path = find_config(source)
+    content = _yaml(path)
+    if (parent := content.pop("extends", None)) is None:
+        return {path: content}
+    with errors_begin(f"{path}: extends: "):
+        base = find_config(parent, path.parent)
+        below = _yaml(base)
+    if "extends" in below:
+        raise ConfigError(
+            f"{path}: extends '{parent}', which extends another; only one level is allowed"
+        )
+    return {base: below, path: content}
+
+
 def _layers(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the configuration that a file extends, and the file; or a mapping."""
     if isinstance(source, Mapping):
-        layers = [_checked(source)]
-    else:
-        path = find_config(source)
-        layers = [_yaml(path)]
-        if (parent := layers[0].pop("extends", None)) is not None:
-            with errors_begin(f"{path}: extends: "):
-                below = _yaml(find_config(parent, path.parent))
-            if "extends" in below:
-                raise ConfigError(
-                    f"{path}: extends '{parent}', which extends another; only one level is allowed"
-                )
-            layers.insert(0, below)
-    return layers
+        return [_checked(source)]
+    return list(configuration_files(source).values())
 
 
 def _yaml(path: Path) -> dict[str, Any]:

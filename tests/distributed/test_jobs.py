@@ -440,12 +440,21 @@ def test_a_job_that_others_sent_off_is_refused(monkeypatch, name):
         ("sweep mine.yaml seed=4..0", "write 0..4"),
         ("sweep mine.yaml algorithm=fedavg,/tmp/x.py:Y", "/tmp/x.py"),
         ("sweep mine.yaml local.lr=uniform(0.1,1)", "sweep.samples"),
+        ("sweep mine.yaml seed=0,1 --ledger mine.jsonl", "--ledger: mine.jsonl would be deleted"),
+        ("sweep mine.yaml seed=0,1 --dir trials", "--dir: trials would be deleted"),
+        ("run child.yaml", "outside.yaml: is outside of --working-dir"),
+        ("run left_out.yaml", "base.yaml is not uploaded with the job"),
     ],
 )
 def test_what_cannot_work_as_a_job_is_refused_here(tmp_path, command, said):
     (tmp_path / "in").mkdir()
     written(tmp_path / "in", uri="http://tracking:5000", algorithm="fedavg")
-    (tmp_path / "outside.yaml").write_text((tmp_path / "in" / "mine.yaml").read_text())
+    mine = (tmp_path / "in" / "mine.yaml").read_text()
+    (tmp_path / "outside.yaml").write_text(mine)
+    (tmp_path / "in" / "child.yaml").write_text("extends: ../outside.yaml")
+    (tmp_path / "in" / "base.yaml").write_text(mine)
+    (tmp_path / "in" / ".rayignore").write_text("base.yaml")
+    (tmp_path / "in" / "left_out.yaml").write_text("extends: base.yaml")
     with pytest.raises(ConfigError, match=said):
         checked_command(command.split(), tmp_path / "in")
     assert checked_command(
@@ -460,4 +469,5 @@ def test_what_cannot_work_as_a_job_is_refused_here(tmp_path, command, said):
         == "quickstart"
     )
     several = ["sweep", "mine.yaml", "local.lr=uniform(0.1,1)", "sweep.samples=3", "seed=0..4"]
+    several += ["--ledger", "/shared/mine.jsonl"]
     assert checked_command(several, tmp_path / "in") == several

@@ -219,14 +219,31 @@ def test_a_trial_is_known_by_what_it_computes(here):
     )
 
 
-def test_a_net_of_many_trials_is_compared_with_pytorch_once_in_a_sweep(monkeypatch):
-    compared = []
+def test_trials_that_differ_in_the_seed_check_their_net_and_try_their_rules_once(monkeypatch):
+    compared, tried = [], []
     monkeypatch.setattr(workload, "check_reading", against_pytorch.check_reading)
     monkeypatch.setattr(against_pytorch, "_compare", lambda net, *given: compared.append(net))
+    monkeypatch.setattr(resolve, "try_rules", lambda plan, config: tried.append(plan.label))
     axes = ["seed=0..2", "local.lr=0.1,0.2", 'model={"name": "mlp", "hidden": [4]},logistic']
-    assert len(prepare_sweep(SMALL, axes).trials) == 12 and len(compared) == 2
+    assert len(prepare_sweep(SMALL, axes).trials) == 12
+    assert len(compared) == 2 and len(tried) == 4
     prepare_sweep(SMALL, axes)
-    assert len(compared) == 4, "a net may have changed between two sweeps"
+    assert len(compared) == 4 and len(tried) == 8, "files may have changed between two sweeps"
+
+
+def test_a_rule_that_one_of_the_trials_breaks_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "pull.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from raysim.rules import ClientRule\n"
+        "@dataclass(frozen=True)\n"
+        "class Pull(ClientRule):\n"
+        "    mu: float = 0.0\n"
+        "    def direction(self, shared, state, batch, task):\n"
+        "        return task.grad(state['w'], batch)[: -1 if self.mu else None]\n"
+    )
+    axes = ["seed=0,1", f"client={tmp_path}/pull.py:Pull", "client.mu=0,1"]
+    with pytest.raises(ConfigError, match=r"client\.mu=1.*direction"):
+        prepare_sweep(SMALL, axes)
 
 
 def test_small_trials_by_default():

@@ -20,11 +20,12 @@ from torch.nn.utils import vector_to_parameters
 
 from raysim.errors import ConfigError
 from raysim.models.batchnorm_statistics import BoundStatistics
+from raysim.models.bound import BoundModel
 from raysim.models.checks.hidden_state import refuse_draws, refuse_hidden_state
 from raysim.models.checks.original_net import original_copy
 from raysim.models.comparison import close, layer_names, magnitude
 from raysim.models.first_outputs import failed_loss
-from raysim.models.flat import BoundModel, Model
+from raysim.models.flat import Model
 from raysim.models.nets.zoo import NETS
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
@@ -53,21 +54,37 @@ class Pass:
     """The outputs of each layer in its last call, by its name, in the order of the calls."""
 
 
-_COMPARED: ContextVar[set[str] | None] = ContextVar("nets that were compared", default=None)
+_PASSED: ContextVar[set[str] | None] = ContextVar("checks that were passed", default=None)
 
 
 @contextmanager
-def comparing_once() -> Iterator[None]:
-    """Compare nets of equal settings once inside of this, as the trials of a sweep have them."""
-    token = _COMPARED.set(set())
+def checking_once() -> Iterator[None]:
+    """Make checks of equal settings once inside of this, as the trials of a sweep have them."""
+    token = _PASSED.set(set())
     try:
         yield
     finally:
-        _COMPARED.reset(token)
+        _PASSED.reset(token)
+
+
+@contextmanager
+def check_once(check: str) -> Iterator[bool]:
+    """Note that a check was passed, unless it raises.
+
+    Args:
+        check: its name and the settings that determine it.
+
+    Yields:
+        Whether it has to be made: False inside of `checking_once` if it was passed there.
+    """
+    passed = _PASSED.get()
+    yield passed is None or check not in passed
+    if passed is not None:
+        passed.add(check)
 
 
 @torch.enable_grad()
-def check_reading(net: nn.Module, model: Model, settings: str = "") -> None:
+def check_reading(net: nn.Module, model: Model) -> None:
     """Compare a net that was read with PyTorch's own passes of it.
 
     A net of raysim is searched neither for hidden state nor for random numbers.
@@ -75,7 +92,6 @@ def check_reading(net: nn.Module, model: Model, settings: str = "") -> None:
     Args:
         net: the net as the user wrote it; not changed.
         model: the net as raysim reads it.
-        settings: the settings that determine the net, see `comparing_once`.
 
     Raises:
         ConfigError: they differ, or the net's passes depend on something else than its parameters,
@@ -87,9 +103,6 @@ def check_reading(net: nn.Module, model: Model, settings: str = "") -> None:
             "other processes of a run do not know; remove torch.set_default_dtype, and set the key "
             "dtype (float32, float64)"
         )
-    compared = _COMPARED.get()
-    if compared is not None and settings in compared:
-        return
     batch = Batch(*model.examples(EXAMPLES))
     failed = f"{model.label} fails on {EXAMPLES} examples"
     with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ConfigError,)), generators_kept():
@@ -99,8 +112,6 @@ def check_reading(net: nn.Module, model: Model, settings: str = "") -> None:
         _refuse_foreign_parameters(net, model, batch)
         _compare(net, model, batch)
         _try_dropout(model, batch)
-    if compared is not None:
-        compared.add(settings)
 
 
 def check_same_outputs(model: Model, expected: Tensor) -> None:

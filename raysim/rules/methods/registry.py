@@ -395,12 +395,18 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
     failed = f"{section}.name: {cls.__name__} cannot be built"
     try:
         with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ValidationError,)):
-            built = TypeAdapter(cls).validate_python(dict(parameters))
+            built = _adapter(cls).validate_python(dict(parameters))
     except ValidationError as error:
         raise ConfigError(explain_validation_error(error, parameters, cls, f"{section}.")) from None
     if section != "task":  # losses are functions, and a task of them is kept in another way
         _check_written(section, built)
     return built
+
+
+@functools.lru_cache(maxsize=64)  # users' classes are loaded again and again in a notebook
+def _adapter(cls: type) -> TypeAdapter:
+    """Return the adapter that builds a dataclass, which takes milliseconds to make."""
+    return TypeAdapter(cls)
 
 
 def _check_written(section: str, built: Any) -> None:
