@@ -1,4 +1,4 @@
-"""Entry point of `python -m raysim`."""
+"""Entry point of `raysim` and of `python -m raysim`."""
 
 from raysim.system.signals import leave_at_once
 
@@ -7,4 +7,5 @@ leave_at_once()
 
 from raysim.cli import console  # noqa: E402
 
-console()
+if __name__ == "__main__":
+    console()

@@ -129,7 +129,10 @@ def _hyperparameters(method: Algorithm) -> Iterator[str]:
 def _settings(method: Algorithm) -> Iterator[str]:
     if method.defaults:
         yield "## Defaults in other sections\n"
-        yield "The method sets these keys, unless you set them.\n"
+        yield (
+            "The method sets these keys, unless they are set where it is named, or later. So "
+            "`algorithm=` on the command line comes before the keys of a file.\n"
+        )
         yield f"```yaml\n{yaml.safe_dump(plain(method.defaults), sort_keys=False)}```\n"
     for name, values in method.presets.items():
         yield f"## Preset `{name}`\n"

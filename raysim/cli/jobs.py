@@ -93,6 +93,7 @@ def job_stop(
     from raysim.distributed.cluster.jobs import JobClient
 
     JobClient(address).stop(job)
+    aside(f"job {job} is stopping  (raysim job logs {job})")
 
 
 def _follow_job(cluster: JobClient, number: str) -> None:
@@ -166,11 +167,11 @@ def _check_files(working_dir: Path, requirements: Path | None) -> None:
         raise ConfigError(f"--requirements: there is no file {requirements}")
 
 
-def _check_results(option: str, path: str | None) -> None:
-    """Raise ConfigError if an option names a file or folder that a job would leave in its own."""
+def _check_results(key: str, path: str | None) -> None:
+    """Raise ConfigError if a key or an option names a place in the job's own folder."""
     if path is not None and not Path(path).expanduser().is_absolute():
         raise ConfigError(
-            f"{option}: {path} would be deleted with the job's folder; give an absolute path on "
+            f"{key}: {path} would be deleted with the job's folder; give an absolute path on "
             "a disk that all nodes see"
         )
 
@@ -223,6 +224,7 @@ def _check_places(config: Config) -> None:
     from raysim.prepare import file_digests
 
     _check_store(config.tracking.uri)
+    _check_results("run_dir", config.run_dir)
     for key, reference in file_digests.references(config):
         path = reference.rpartition(":")[0]
         if path.endswith(".py"):

@@ -266,9 +266,9 @@ def _changed_file(key: str, name: str, before: str | None, now: str | None) -> C
     # A fork keeps data, partition and net, so it can only change the rules.
     is_rule = key.partition(".")[0] in RULES
     fork = " (`raysim resume --fork` starts from the last checkpoint)" if is_rule else ""
+    kept = " (the old code is in the folder source/ of the run directory)" if is_code else ""
     return ConfigError(
-        f"{place}: {name} has changed since this run began; {fix} (the old code is in the folder "
-        f"source/ of the run directory), or start a new run{fork}"
+        f"{place}: {name} has changed since this run began; {fix}{kept}, or start a new run{fork}"
     )
 
 

@@ -441,6 +441,7 @@ def test_a_job_that_others_sent_off_is_refused(monkeypatch, name):
         ("sweep mine.yaml algorithm=fedavg,/tmp/x.py:Y", "/tmp/x.py"),
         ("sweep mine.yaml local.lr=uniform(0.1,1)", "sweep.samples"),
         ("sweep mine.yaml seed=0,1 --ledger mine.jsonl", "--ledger: mine.jsonl would be deleted"),
+        ("run mine.yaml run_dir=mine", "run_dir: mine would be deleted"),
         ("sweep mine.yaml seed=0,1 --dir trials", "--dir: trials would be deleted"),
         ("run child.yaml", "outside.yaml: is outside of --working-dir"),
         ("run left_out.yaml", "base.yaml is not uploaded with the job"),

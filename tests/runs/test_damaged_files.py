@@ -10,11 +10,13 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from support.configurations import DIGITS_MLP
 from support.damage import NOISE, damaged_copy, damages
 
 import raysim
+from raysim.engine.evaluation.client_evaluation import read_clients
 from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError
 from raysim.system import lock
@@ -160,6 +162,21 @@ def test_a_damaged_checkpoint_is_passed_over(run, tmp_path):
             assert all(newest in line and "trying the one before" in line for line in lines)
             assert checkpoint.read_best(copy, lines.append) is not None
             shutil.rmtree(copy)
+
+
+def test_no_flipped_bit_changes_what_a_table_of_clients_says(run, tmp_path):
+    shutil.copytree(run / "clients", tmp_path / "clients")
+    table = sorted((tmp_path / "clients").iterdir())[-1]
+    whole, content = read_clients(tmp_path), table.read_bytes()
+    n_names = int.from_bytes(content[-8:-4], "little")  # the names and types of columns, at the end
+    for i in range(len(content) - 8 - n_names):
+        table.write_bytes(content[:i] + bytes([content[i] ^ 1 << i % 8]) + content[i + 1 :])
+        try:
+            found = read_clients(tmp_path)
+        except ConfigError as error:
+            assert str(table) in str(error)
+        else:
+            pd.testing.assert_frame_equal(found, whole)
 
 
 def test_a_damaged_lock_is_no_obstacle(tmp_path):

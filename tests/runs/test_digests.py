@@ -11,7 +11,7 @@ vectors: they must agree on every platform, to a tolerance.
 
 A change that is meant to change results records them anew, and says so in its message:
 
-    python tests/runs/test_digests.py
+    python tests/runs/test_digests.py [CASE ...]
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from __future__ import annotations
 import json
 import platform
 import re
+import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from raysim.rules.methods.registry import discover
 from raysim.runs.result import parameters_digest
 from raysim.runs.resume import resume
 from raysim.server.central_server import evaluated_params
+from raysim.spelling import did_you_mean
 from raysim.system.cpu_kind import cpu_kind
 
 discover()
@@ -331,11 +334,16 @@ def test_every_case_is_recorded():
         assert set(digests) <= names, platform_name
 
 
-def record() -> None:
-    """Run all cases and write what they compute.
+def record(names: Collection[str] = ()) -> None:
+    """Run cases and write what they compute.
 
     A case stays as it is, with the digests of other platforms, if `check` accepts what it computes.
+
+    Args:
+        names: the names of the cases; () for all.
     """
+    if unknown := set(names) - CASES.keys():
+        sys.exit(f"{', '.join(sorted(unknown))}: no such case{did_you_mean(min(unknown), CASES)}")
     recorded = json.loads(FILE.read_text()) if FILE.exists() else {"digests": {}, "projections": {}}
     here = recorded["digests"].setdefault(this_platform(), {})
     for known in [recorded["projections"], *recorded["digests"].values()]:
@@ -354,6 +362,9 @@ def record() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for case, sections in CASES.items():
+            if names and case not in names:
+                continue
+            print(case, flush=True)
             plan, executor = prepare(configuration(sections, folder, folder / case)), Inline()
             executor.open(plan)
             engine = Engine(plan, executor)
@@ -366,4 +377,4 @@ def record() -> None:
 
 
 if __name__ == "__main__":
-    record()
+    record(sys.argv[1:])

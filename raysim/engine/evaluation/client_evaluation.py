@@ -217,7 +217,7 @@ class ClientEvaluations:
         try:
             self.folder.mkdir(exist_ok=True)
             with files.whole(path) as partial:
-                pd.DataFrame(rows).to_parquet(partial, index=False)
+                pd.DataFrame(rows).to_parquet(partial, index=False, write_page_checksum=True)
         except OSError as error:
             raise RaysimError(
                 f"{path} cannot be written: {error.strerror or error} "
@@ -380,8 +380,8 @@ def read_clients(run_dir: Path) -> pd.DataFrame:
     read = []
     for path in of_rounds.values():
         try:
-            read.append(pd.read_parquet(path))
-        except (OSError, ValueError) as error:
+            read.append(pd.read_parquet(path, page_checksum_verification=True))
+        except Exception as error:  # damaged names and types of columns raise errors of all kinds
             raise ConfigError(
                 f"{path} is damaged: {in_a_line(error)}; remove it, and that evaluation is missing "
                 "in the table"

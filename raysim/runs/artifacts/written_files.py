@@ -63,6 +63,8 @@ def write_artifacts(
 
     def write(name: str, writer: Callable[[Path], object]) -> None:
         def write_atomically() -> None:
+            # One of an earlier stop has fewer rounds, and would stay if this one fails.
+            (run_dir / name).unlink(missing_ok=True)
             with files.whole(run_dir / name) as partial:
                 writer(partial)
 
