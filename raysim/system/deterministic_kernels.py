@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.utils.deterministic
@@ -85,12 +86,12 @@ def use_deterministic_kernels() -> Callable[[], None]:
     return restore
 
 
-def _use_deterministic_compiler() -> Callable[[], None]:
+def _use_deterministic_compiler() -> Callable[[], object]:
     """Let PyTorch's compiler do as its kernels; return a function that restores its setting.
 
     `torch.use_deterministic_algorithms` does so too, but imports the compiler, which takes seconds.
     """
-    compiler = sys.modules.get("torch._inductor.config")
+    compiler: Any = sys.modules.get("torch._inductor.config")
     if compiler is not None:
         was_deterministic, compiler.deterministic = compiler.deterministic, True
         return partial(setattr, compiler, "deterministic", was_deterministic)
