@@ -6,7 +6,10 @@ And the environment variables that CUDA's libraries read once, when a process fi
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.utils.deterministic
@@ -20,6 +23,8 @@ QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 QUEUES_SETTING = "32"
 """The variable, and the number of a device's queues. With fewer queues than streams, lanes wait for
 each other."""
+COMPILER_VARIABLE = "TORCHINDUCTOR_DETERMINISTIC"
+"""The variable that PyTorch's compiler reads when it is imported."""
 REFUSAL = "does not have a deterministic implementation"
 """What PyTorch says of an operation that has no deterministic kernel."""
 
@@ -50,20 +55,22 @@ def use_deterministic_kernels() -> Callable[[], None]:
         RaysimError: this process has used cuBLAS before, in a way that cannot be changed any more.
     """
     cudnn = torch.backends.cudnn
-    algorithms = torch.are_deterministic_algorithms_enabled()
+    algorithms = torch.get_deterministic_debug_mode()
     kernels, searches = cudnn.deterministic, cudnn.benchmark
     filling = torch.utils.deterministic
     fills_memory = filling.fill_uninitialized_memory  # pyright: ignore
     # PyTorch looks at it when it multiplies on a GPU for the first time in this process.
     os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_SETTING)
-    torch.use_deterministic_algorithms(True)
+    restore_compiler = _use_deterministic_compiler()
+    torch.set_deterministic_debug_mode("error")
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     # It would fill each new tensor with NaN, which costs up to 9 % of a round.
     filling.fill_uninitialized_memory = False  # pyright: ignore
 
     def restore() -> None:
-        torch.use_deterministic_algorithms(algorithms)
+        torch.set_deterministic_debug_mode(algorithms)
+        restore_compiler()
         torch.backends.cudnn.deterministic = kernels
         torch.backends.cudnn.benchmark = searches
         filling.fill_uninitialized_memory = fills_memory  # pyright: ignore
@@ -77,6 +84,21 @@ def use_deterministic_kernels() -> Callable[[], None]:
             "resources.deterministic=false or resources.executor=ray"
         )
     return restore
+
+
+def _use_deterministic_compiler() -> Callable[[], object]:
+    """Let PyTorch's compiler do as its kernels; return a function that restores its setting.
+
+    `torch.use_deterministic_algorithms` does so too, but imports the compiler, which takes seconds.
+    """
+    compiler: Any = sys.modules.get("torch._inductor.config")
+    if compiler is not None:
+        was_deterministic, compiler.deterministic = compiler.deterministic, True
+        return partial(setattr, compiler, "deterministic", was_deterministic)
+    if COMPILER_VARIABLE in os.environ:
+        return lambda: None
+    os.environ[COMPILER_VARIABLE] = "1"
+    return partial(os.environ.pop, COMPILER_VARIABLE, None)
 
 
 def _can_multiply() -> bool:

@@ -1,4 +1,5 @@
-"""Groups of clients: who is in them, what they train, and how a run with them is identified.
+"""Groups of clients: who is in them, what they train, and how a run with them is identified. The
+battery has groups of every client rule.
 
 The rules of the attack are those that docs/how-to/groups.md shows.
 """
@@ -9,10 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.batteries import is_usual, small
 from support.documents import blocks
-from support.oracle_cases import MODES, NETS, distance, feed, in_both_modes
-from support.pairs import fits
+from support.oracle_cases import MODES, NETS, distance, feed
 from support.programs import program
 from support.stopped_runs import stopped_and_resumed
 
@@ -21,8 +20,6 @@ from raysim.config import explain
 from raysim.data.partition.groups import group_members
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
-from raysim.rules.contract import CLIENT_RULES, SERVER_RULES, overridden
-from raysim.rules.methods import registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "groups.md"
 SHOWN = {block.file: block.text for block in blocks(PAGE) if block.file.endswith(".py")}
@@ -145,29 +142,6 @@ def test_a_rule_knows_its_group_and_keeps_a_state_of_its_own(mode, config, sourc
         assert set(kept) == {"c_i", "rounds"}
         assert kept["rounds"] == (took_part[i] if i < 3 else 0)
         assert kept["c_i"].any() == (i >= 3)
-
-
-registry.discover()
-
-
-ALONE = sorted(
-    name
-    for name, rule in CLIENT_RULES.items()
-    # Who colludes depends on the group, and noise on nothing.
-    if is_usual(rule()) and not overridden(rule(), ["collude"]) and name != "gaussian_noise"
-)
-
-
-@pytest.mark.parametrize("client", ALONE)
-def test_every_client_rule_in_a_group_is_the_same_in_loop_and_lanes(client, config, engine):
-    server = client if client in SERVER_RULES and fits(client, client) else "fedavg"
-    server = server if fits(client, server) else next(s for s in SERVER_RULES if fits(client, s))
-    rule = small(client)
-    groups = {"small": {"share": 0.4, "client": rule, "local": {"batch_size": 5, "lr": 0.1}}}
-    given = {"rounds": 2, "client": rule, "server": server, "groups": groups}
-    given["model"] = {"name": "mlp", "hidden": [8]}
-    (looped, _), _ = in_both_modes(engine, config(**given))
-    assert np.abs(looped.executor.xs[-1] - looped.executor.xs[0]).max() > 1e-6
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold"])

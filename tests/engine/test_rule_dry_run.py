@@ -247,10 +247,10 @@ def clients() -> list[tuple[str, str]]:
 @pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize(("client", "server"), clients())
 def test_shipped_rules_pass(client, server, given):
-    for dtype in ("float32", "float64"):
-        plan: Plan = prepare({**given("Right", dtype=dtype), "client": client, "server": server})
-        RuleDryRun(plan).check_contract()
-        assert RuleDryRun(plan).wrong_on_lanes() is None
+    """In float32; the battery has lanes in float64."""
+    plan: Plan = prepare({**given("Right"), "client": client, "server": server})
+    RuleDryRun(plan).check_contract()
+    assert RuleDryRun(plan).wrong_on_lanes() is None
 
 
 def test_a_private_rule_passes(given):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -125,3 +129,20 @@ def test_a_process_on_a_gpu_takes_deterministic_kernels_and_restores_the_rest(
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cudnn.deterministic
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("is_imported", [True, False])
+def test_the_compiler_is_deterministic_too_and_is_not_imported_for_it(is_imported, monkeypatch):
+    """To import it takes seconds, in each process of a run on GPUs."""
+    compiler, name = SimpleNamespace(deterministic=False), "torch._inductor.config"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # is restored
+    monkeypatch.delenv("TORCHINDUCTOR_DETERMINISTIC", raising=False)
+    if is_imported:
+        monkeypatch.setitem(sys.modules, name, compiler)
+    restore = use_deterministic_kernels()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert (name in sys.modules) == is_imported == compiler.deterministic
+    assert os.environ.get("TORCHINDUCTOR_DETERMINISTIC") == (None if is_imported else "1")
+    restore()
+    assert "TORCHINDUCTOR_DETERMINISTIC" not in os.environ and not compiler.deterministic

@@ -11,6 +11,7 @@ from raysim.rules import contract
 from raysim.rules.methods import registry
 from raysim.rules.rule import family
 from raysim.schedule import Selection
+from raysim.training.trainers.lane_trainer import LaneTrainer
 from support.programs import program
 
 SIZES = [20, 1, 9, 0, 14, 2, 7, 17]
@@ -41,6 +42,13 @@ def without(engine: Engine) -> None:
         return replace(selection, clients=[i for i in selection.clients if i != BAD])
 
     engine.schedule.select = select_without
+
+
+def captured_trainer(run: Engine) -> LaneTrainer:
+    """Return the trainer on lanes of a run without groups, which has captured all that it could."""
+    (trainer,) = run.executor.trainer.trainers
+    assert isinstance(trainer, LaneTrainer) and trainer.has_captured and not trainer.refusals
+    return trainer
 
 
 FEW: dict[str, dict[str, Any]] = {

@@ -17,6 +17,7 @@ It cannot show what a kernel gives or takes, or what a driver does.
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 import warnings
@@ -24,6 +25,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import CodeType
 from typing import Any
 from unittest import mock
@@ -376,7 +378,7 @@ class PretendGPU(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = _tensors(args, kwargs)
         device = kwargs.get("device")
         device = None if device is None else torch.device(device)
         on_gpu = any(isinstance(tensor, GPUTensor) for tensor in tensors)
@@ -479,7 +481,7 @@ class PretendGPU(TorchDispatchMode):
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         stream = self.begin()
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, GPUTensor)]
+        given = [x for x in _tensors(args, kwargs) if isinstance(x, GPUTensor)]
         held_args, held_kwargs = tree_map(_held, (args, kwargs))
         keys = {key_of(x.held_in) for x in given}
         written = self._written(func, args, kwargs)
@@ -514,35 +516,36 @@ class PretendGPU(TorchDispatchMode):
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> set[int]:
         """Return the arguments that an operation writes, by their ids."""
-        keys = set()
+        written, moved, trains = _places_written(func)
         # The schema of PyTorch's batch norm does not say that it moves its running statistics.
-        names = [argument.name for argument in func._schema.arguments]
-        trains = (
-            "training" in names and "backward" not in str(func) and args[names.index("training")]
-        )
-        for i, argument in enumerate(func._schema.arguments):
-            alias = argument.alias_info
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            moves = trains and argument.name.startswith("running")
-            if (alias is not None and alias.is_write) or moves:
-                for leaf in tree_leaves(value):
-                    if isinstance(leaf, GPUTensor):
-                        keys.add(id(leaf))
-        return keys
+        places = written + moved if trains is not None and args[trains] else written
+        values = [args[i] if i < len(args) else kwargs.get(name) for i, name in places]
+        return {id(leaf) for leaf in tree_leaves(values) if isinstance(leaf, GPUTensor)}
 
     def _record(self, func: Any, args: Any, kwargs: Any, written: set[int]) -> Any:
         graph = self.graph
         assert graph is not None
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                place = key_of(leaf), span_of(leaf)
-                graph.access[place] = graph.access.get(place, False) or id(leaf) in written
-                if id(leaf) in written:
-                    graph.overwritten.append((leaf.data, leaf.clone()))
+        for leaf in _tensors(args, kwargs):
+            place = key_of(leaf), span_of(leaf)
+            graph.access[place] = graph.access.get(place, False) or id(leaf) in written
+            if id(leaf) in written:
+                graph.overwritten.append((leaf.data, leaf.clone()))
         given = tree_map(_alias, (args, kwargs))
         output = func(*args, **kwargs)
         graph.calls.append((func, *given, tree_map(_alias, output)))
         return output
+
+
+@cache
+def _places_written(func: Any) -> tuple[list[tuple[int, str]], list[tuple[int, str]], int | None]:
+    """Return the arguments that an operation writes, those that it writes if it trains, and the
+    place of the one that says so."""
+    arguments = func._schema.arguments
+    places = [(i, argument.name) for i, argument in enumerate(arguments)]
+    written = [(i, name) for i, name in places if (a := arguments[i].alias_info) and a.is_write]
+    moved = [(i, name) for i, name in places if name.startswith("running")]
+    trains = next((i for i, name in places if name == "training"), None)
+    return written, moved, None if "backward" in str(func) else trains
 
 
 def _is_unrepeatable(func: Any, name: str, args: Any) -> bool:
@@ -579,6 +582,12 @@ def _refuse_backward(gradient: Tensor) -> None:
     raise RuntimeError("cudnn RNN backward can only be called in training mode")
 
 
+def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors among the arguments of an operation, also those in lists."""
+    lists = [a if isinstance(a, list | tuple) else (a,) for a in (*args, *kwargs.values())]
+    return [leaf for leaves in lists for leaf in leaves if isinstance(leaf, Tensor)]
+
+
 def _held(leaf: Any) -> Any:
     return leaf.held_in if isinstance(leaf, GPUTensor) else leaf
 
@@ -589,12 +598,13 @@ def _alias(leaf: Any) -> Any:
 
 def caller() -> str:
     """Return the innermost line of raysim outside of tests."""
-    for frame in reversed(traceback.extract_stack()):
-        if "/raysim/" not in frame.filename or "/tests/" in frame.filename:
+    for frame, line in traceback.walk_stack(None):
+        code = frame.f_code
+        if "/raysim/" not in code.co_filename or "/tests/" in code.co_filename:
             continue
-        place = frame.filename.rpartition("/raysim/")[2]
+        place = code.co_filename.rpartition("/raysim/")[2]
         if place != "models/default_device.py":  # every call of users' code passes through it
-            return f"{place}:{frame.lineno} {frame.name}"
+            return f"{place}:{line} {code.co_name}"
     return "?"
 
 
@@ -725,6 +735,9 @@ def pretended_gpu() -> Iterator[PretendGPU]:
         try:
             stack.enter_context(_Constructors())
             stack.enter_context(gpu)
+            # A capture collects garbage: of what was there before, there is none to find.
+            gc.freeze()
             yield gpu
         finally:
+            gc.unfreeze()
             mode = None

@@ -14,6 +14,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import raysim
@@ -34,6 +35,18 @@ DUPLICATE_LINES = 8
 """Lines of code, without blanks and comments, that count as a duplicate when they occur twice."""
 
 
+@dataclass(frozen=True)
+class FileCounts:
+    """What is counted in one file."""
+
+    code_lines: list[int]
+    """Numbers of the lines with code."""
+    comments: int
+    decisions: int
+    functions: list[tuple[str, int]]
+    """Decisions of each function, with its name."""
+
+
 @dataclass
 class Counts:
     """What is counted in some files."""
@@ -47,31 +60,33 @@ class Counts:
 
     def add(self, path: Path) -> None:
         """Count a file."""
-        text = path.read_text()
-        tree = ast.parse(text)
+        file = of_file(path)
         self.files += 1
-        self.code_lines += len(code_lines(tree, text))
-        self.comments += sum(token.type == tokenize.COMMENT for token in tokens_of(text))
-        self.decisions += decisions(tree)
-        for node in outermost_functions(tree):
-            self.functions[f"{path.relative_to(PACKAGE)}:{node.name}"] = decisions(node)
+        self.code_lines += len(file.code_lines)
+        self.comments += file.comments
+        self.decisions += file.decisions
+        for name, count in file.functions:
+            self.functions[f"{path.relative_to(PACKAGE)}:{name}"] = count
 
 
-def tokens_of(text: str) -> Iterator[tokenize.TokenInfo]:
-    return tokenize.generate_tokens(io.StringIO(text).readline)
-
-
-def code_lines(tree: ast.Module, text: str) -> set[int]:
-    """Return the numbers of the lines with code."""
+@cache
+def of_file(path: Path) -> FileCounts:
+    """Return the counts of a file, which is read once."""
+    text = path.read_text()
+    tree = ast.parse(text)
     lines: set[int] = set()
-    for token in tokens_of(text):
-        if token.type not in (*LAYOUT, tokenize.COMMENT):
+    comments = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            comments += 1
+        elif token.type not in LAYOUT:
             lines |= {*range(token.start[0], token.end[0] + 1)}
     for node in ast.walk(tree):
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if is_text or isinstance(node, ast.Import | ast.ImportFrom):
             lines -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-    return lines
+    functions = [(node.name, decisions(node)) for node in outermost_functions(tree)]
+    return FileCounts(sorted(lines), comments, decisions(tree), functions)
 
 
 def decisions(tree: ast.AST) -> int:
@@ -125,9 +140,8 @@ def duplicates() -> list[tuple[str, str]]:
     seen: dict[tuple[str, ...], tuple[Path, int]] = {}
     pairs: list[tuple[str, str]] = []
     for path in sources():
-        text = path.read_text()
-        written = text.splitlines()
-        numbers = sorted(code_lines(ast.parse(text), text))
+        written = path.read_text().splitlines()
+        numbers = of_file(path).code_lines
         last_found = -DUPLICATE_LINES
         for i in range(len(numbers) - DUPLICATE_LINES + 1):
             window = tuple(written[n - 1].strip() for n in numbers[i : i + DUPLICATE_LINES])

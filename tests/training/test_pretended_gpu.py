@@ -41,7 +41,7 @@ def trained(base, source, monkeypatch) -> Any:
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
 
-    def run(algorithm: str | None, resources: Any = ON_GPU, rounds: int = 3, **more: Any) -> Any:
+    def run(algorithm: str | None, resources: Any = ON_GPU, rounds: int = 2, **more: Any) -> Any:
         given = {
             **base, "algorithm": algorithm and small(algorithm), "rounds": rounds, "resources": resources,
             "model": {"name": f"{source('net', NET)}:net", "norm": algorithm != "dpsgd"},
@@ -102,7 +102,7 @@ def test_a_method_on_a_gpu(algorithm, trained):
 )
 def test_the_host_waits_once_for_each_block(algorithm, changes, trained):
     """Beside the captures, which wait for all lanes before."""
-    blocks, rounds = 2, 4
+    blocks, rounds = 2, 3
     local = {"steps": 2, "batch_size": 6, "lr": 0.05, **changes}
     _, _, gpu = trained(algorithm, rounds=rounds, local=local)
     captures = sum(n for (_, line), n in gpu.waits.items() if "cuda_graphs" in line)
@@ -132,8 +132,8 @@ def test_cuda_gets_its_variables_before_anything_computes_there(trained):
 
 @pytest.mark.parametrize("augment", [False, True])
 def test_examples_that_do_not_fit_stay_in_the_hosts_memory(augment, trained, monkeypatch, caplog):
-    more = {"data": {"name": "digits", "augment": augment}, "evaluate": {"every": 3}}
-    expected, trainer, _ = trained("fedavg", **more)
+    more = {"data": {"name": "digits", "augment": augment}, "evaluate": {"every": 2}}
+    expected, trainer, of_gpu = trained("fedavg", **more)
     assert trainer.parts.examples.stored_on.type == "cuda"
     monkeypatch.setattr(examples_module, "free_bytes", lambda gpus: 1000)
     caplog.set_level("INFO", "raysim")
@@ -141,4 +141,4 @@ def test_examples_that_do_not_fit_stay_in_the_hosts_memory(augment, trained, mon
     assert trainer.parts.examples.stored_on.type == "cpu" and not trainer.parts.examples.x.is_cuda
     assert x == expected and not gpu.faults
     assert "stay in the host's memory, because the GPU has 0.00 GB left" in caplog.text
-    assert in_training(gpu) == in_training(trained("fedavg", **more)[2])
+    assert in_training(gpu) == in_training(of_gpu)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from raysim.numerics.closed_form_qp import formulas_for_gpus
 
@@ -134,7 +133,7 @@ class _Recorder(_RefuseReads):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self.overwritten: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -142,10 +141,9 @@ class _Recorder(_RefuseReads):
         given = _aliases((args, kwargs or {}))
         # The schema of PyTorch's batch norm does not say that it moves its running statistics.
         if func._schema.is_mutable or "batch_norm" in func.overloadpacket.__name__:
-            written = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
-            self.overwritten += [(tensor, tensor.clone()) for tensor in written]
+            self.overwritten += [(tensor, tensor.clone()) for tensor in _tensors(given)]
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        self.calls.append((func, *given, _aliases(output)))
+        self.calls.append((func, *given, _tensors(_aliases(output))))
         return output
 
     @torch.no_grad()
@@ -160,9 +158,9 @@ class _Recorder(_RefuseReads):
     def replay(self) -> None:
         """Call all operations again, into the memory that they wrote at first."""
         for func, args, kwargs, output in self.calls:
-            again = func(*args, **kwargs)
-            for memory, value in zip(tree_leaves(output), tree_leaves(again), strict=True):
-                if isinstance(memory, Tensor) and value.data_ptr() != memory.data_ptr():
+            again = _tensors(func(*args, **kwargs))
+            for memory, value in zip(output, again, strict=True):
+                if value.data_ptr() != memory.data_ptr():
                     memory.copy_(value)
 
 
@@ -179,4 +177,22 @@ def _aliases(tree: Any) -> Any:
 
     As with a graph, PyTorch does not count what a replay changes as versions of the tensors.
     """
-    return tree_map(lambda leaf: leaf.data if isinstance(leaf, Tensor) else leaf, tree)
+    if isinstance(tree, Tensor):
+        return tree.data
+    if isinstance(tree, dict):
+        return {key: _aliases(value) for key, value in tree.items()}
+    return type(tree)(map(_aliases, tree)) if type(tree) in (list, tuple) else tree
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors of an operation's arguments or of its output, in their order.
+
+    PyTorch's functions for trees take several times as long, which shows in each operation.
+    """
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    return [tensor for part in tree for tensor in _tensors(part)]
