@@ -16,7 +16,6 @@ from typer.core import TyperGroup
 from raysim.cli.base import app, job_app, print_table
 from raysim.cli.terminal import aside
 from raysim.config.loading import configuration_files
-from raysim.config.shipped_files import shipped_files
 from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean
 
@@ -147,15 +146,16 @@ def checked_command(
         _check_resumed(parsed["run"], overrides, working_dir)
         return [name, *arguments]
     source = parsed["config"]
+    relative = _relative_to(working_dir, source)
     with _inside(working_dir):
         _check_configurations(name, source, overrides)
-        files = set(configuration_files(source)) - set(shipped_files().values())
+        files = configuration_files(relative)
     for file in files:
-        _check_uploaded(working_dir, _relative_to(working_dir, str(file)))
+        if not file.is_absolute():  # as of raysim, or on a disk that all nodes see
+            _check_uploaded(working_dir, _relative_to(working_dir, str(file)))
     _check_results("--dir", parsed.get("folder"))
     for ledger in parsed.get("ledgers", ()):
         _check_results("--ledger", str(ledger))
-    relative = _relative_to(working_dir, source)
     return [name, *(relative if argument == source else argument for argument in arguments)]
 
 
@@ -169,7 +169,7 @@ def _check_files(working_dir: Path, requirements: Path | None) -> None:
 
 def _check_results(key: str, path: str | None) -> None:
     """Raise ConfigError if a key or an option names a place in the job's own folder."""
-    if path is not None and not Path(path).expanduser().is_absolute():
+    if path is not None and not Path(path).is_absolute():
         raise ConfigError(
             f"{key}: {path} would be deleted with the job's folder; give an absolute path on "
             "a disk that all nodes see"
@@ -191,8 +191,10 @@ def _check_resumed(run_dir: str, overrides: Sequence[str], working_dir: Path) ->
     """Raise ConfigError if a job cannot resume a run."""
     from raysim.config.loading import parse_overrides
 
-    if uri := parse_overrides(overrides).get("tracking.uri"):
+    given = parse_overrides(overrides)
+    if uri := given.get("tracking.uri"):
         _check_store(str(uri))
+    _check_results("run_dir", given.get("run_dir"))
     if not Path(run_dir).is_absolute() and (working_dir / run_dir).exists():
         raise ConfigError(
             f"submit: {run_dir} is not uploaded with the job; resume needs the absolute path "

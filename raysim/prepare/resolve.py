@@ -23,7 +23,7 @@ from raysim.engine.plan import Plan, measures_clients
 from raysim.engine.probes import name_of as name_of_probe
 from raysim.engine.process_setup import gradients, torch_threads
 from raysim.errors import ConfigError
-from raysim.models.checks.against_pytorch import check_once, sample_outputs
+from raysim.models.checks.against_pytorch import sample_outputs
 from raysim.models.checks.deterministic_layers import check_deterministic_layers
 from raysim.prepare import configured_probes, file_digests
 from raysim.prepare.absolute_paths import with_absolute_paths
@@ -191,9 +191,7 @@ def _resolved(config: Config, load: Callable[[AnyData], Dataset]) -> Plan:
     configured_probes.check_probes(plan)
     if config.files is None:
         # With recorded digests, the same code passed the dry run when the run first started.
-        with check_once(f"rules {config.model_dump_json(exclude={'seed'})}") as is_needed:
-            if is_needed:
-                try_rules(plan, config)
+        try_rules(plan, config)
     return plan
 
 

@@ -24,7 +24,7 @@ from raysim.data.partition.groups import (
 from raysim.engine.plan import sample_batch
 from raysim.errors import ConfigError, RaysimError
 from raysim.models import build
-from raysim.models.checks.against_pytorch import check_once, check_reading
+from raysim.models.checks.against_pytorch import check_reading
 from raysim.models.flat import Model
 from raysim.prepare import configured_task, configured_upload_stages
 from raysim.prepare.checks import clients as client_checks
@@ -147,9 +147,7 @@ def build_problem(
     # Workers and `result.net()` build a user's net again.
     is_built = ":" in config.model.name
     again = build.make_net(config, dataset.shape, outputs, dataset.inputs) if is_built else net
-    with check_once(f"net {config.model_dump_json(include=of_net)}") as is_needed:
-        if is_needed:
-            check_reading(again, model)
+    check_reading(again, model, config.model_dump_json(include=of_net))
     net_checks.check_batches_of_one(config, net, model, clients.sizes)
     net_checks.note_probabilities(model)
     net_checks.note_coupled_evaluation(config, model, len(dataset.y_test))

@@ -22,7 +22,7 @@ from raysim.config.sections.data import AnyData
 from raysim.config.tracking_uri import redacted_uri
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
-from raysim.models.checks.against_pytorch import checking_once
+from raysim.models.checks.against_pytorch import comparing_once
 from raysim.prepare import resolve
 from raysim.prepare.checks.logged_metrics import check_metric
 from raysim.reports import selecting
@@ -104,7 +104,7 @@ def prepare_sweep(
     return Sweep(name, trials, axes, spec.drawn, base, merged, sweep_folder, settings)
 
 
-@checking_once()
+@comparing_once()
 def _resolved_trials(
     spec: SweepSpec, points: Iterable[Mapping[str, Any]], axes: Collection[str], root: Path
 ) -> dict[str, Trial]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def use_deterministic_kernels() -> Callable[[], None]:
     fills_memory = filling.fill_uninitialized_memory  # pyright: ignore
     # PyTorch looks at it when it multiplies on a GPU for the first time in this process.
     os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_SETTING)
-    restore_compiler = _use_deterministic_compiler()
+    _set_compiler(deterministic=True)
     torch.set_deterministic_debug_mode("error")
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
@@ -70,7 +69,7 @@ def use_deterministic_kernels() -> Callable[[], None]:
 
     def restore() -> None:
         torch.set_deterministic_debug_mode(algorithms)
-        restore_compiler()
+        _set_compiler(bool(algorithms))
         torch.backends.cudnn.deterministic = kernels
         torch.backends.cudnn.benchmark = searches
         filling.fill_uninitialized_memory = fills_memory  # pyright: ignore
@@ -86,19 +85,18 @@ def use_deterministic_kernels() -> Callable[[], None]:
     return restore
 
 
-def _use_deterministic_compiler() -> Callable[[], object]:
-    """Let PyTorch's compiler do as its kernels; return a function that restores its setting.
+def _set_compiler(deterministic: bool) -> None:
+    """Let PyTorch's compiler choose its kernels without measuring them, or let it measure again.
 
     `torch.use_deterministic_algorithms` does so too, but imports the compiler, which takes seconds.
     """
+    if deterministic:
+        os.environ[COMPILER_VARIABLE] = "1"
+    else:
+        os.environ.pop(COMPILER_VARIABLE, None)
     compiler: Any = sys.modules.get("torch._inductor.config")
-    if compiler is not None:
-        was_deterministic, compiler.deterministic = compiler.deterministic, True
-        return partial(setattr, compiler, "deterministic", was_deterministic)
-    if COMPILER_VARIABLE in os.environ:
-        return lambda: None
-    os.environ[COMPILER_VARIABLE] = "1"
-    return partial(os.environ.pop, COMPILER_VARIABLE, None)
+    if hasattr(compiler, "deterministic"):  # PyTorch 2.9 has no such setting
+        compiler.deterministic = deterministic
 
 
 def _can_multiply() -> bool:

@@ -443,6 +443,8 @@ def test_a_job_that_others_sent_off_is_refused(monkeypatch, name):
         ("sweep mine.yaml seed=0,1 --ledger mine.jsonl", "--ledger: mine.jsonl would be deleted"),
         ("run mine.yaml run_dir=mine", "run_dir: mine would be deleted"),
         ("sweep mine.yaml seed=0,1 --dir trials", "--dir: trials would be deleted"),
+        ("resume /shared/run --fork run_dir=mine", "run_dir: mine would be deleted"),
+        ("run mine.yaml run_dir=~/mine", "run_dir: ~/mine would be deleted"),
         ("run child.yaml", "outside.yaml: is outside of --working-dir"),
         ("run left_out.yaml", "base.yaml is not uploaded with the job"),
     ],
@@ -469,6 +471,8 @@ def test_what_cannot_work_as_a_job_is_refused_here(tmp_path, command, said):
         checked_command(["run", "quickstart", "tracking.uri=http://x:5000"], tmp_path / "in")[1]
         == "quickstart"
     )
+    (tmp_path / "in" / "child.yaml").write_text(f"extends: {tmp_path}/outside.yaml")
+    assert checked_command(["run", "child.yaml"], tmp_path / "in") == ["run", "child.yaml"]
     several = ["sweep", "mine.yaml", "local.lr=uniform(0.1,1)", "sweep.samples=3", "seed=0..4"]
     several += ["--ledger", "/shared/mine.jsonl"]
     assert checked_command(several, tmp_path / "in") == several

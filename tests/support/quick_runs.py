@@ -74,11 +74,11 @@ def check_known_nets_once(replace: Callable[[Any, str, Any], None]) -> None:
     replace(workload, "check_reading", _check_reading)
 
 
-def _check_reading(net: nn.Module, model: Model) -> None:
+def _check_reading(net: nn.Module, model: Model, settings: str) -> None:
     sizes = (model.shape, model.size, model.dtype)
     facts = (repr(net), _source(model.name), type(model.learning_task), *sizes)
     if facts not in _CHECKED or torch.get_default_dtype() != torch.float32:
-        check_reading(net, model)
+        check_reading(net, model, settings)
         if _is_known(model.name):
             _CHECKED.add(facts)
 

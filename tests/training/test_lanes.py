@@ -89,6 +89,16 @@ def test_a_method_has_the_bits_of_loop_on_ragged_clients(algorithm, trained):
     assert captured_trainer(lanes) and xs(lanes) == xs(looped)
 
 
+def test_an_lstm_whose_other_passes_have_no_gradient(trained, source):
+    """It has one output fewer there, and has it again in a replay, which computes them: by another
+    kernel, so the last digits differ."""
+    model = {"name": f"{source('net', NET)}:Recurrent"}
+    lanes = trained("moon", model=model)
+    assert captured_trainer(lanes)
+    looped = trained("moon", {"mode": "loop"}, model=model)
+    assert_close(looped, lanes, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("algorithm", ["fedavg", "gradma", "fedreg", "scaffold", "moon"])
 def test_neither_lanes_nor_other_clients_change_a_bit(algorithm, trained):
     """Blocks do change the last bits of a sum, so they are the same here."""

@@ -381,7 +381,8 @@ def read_clients(run_dir: Path) -> pd.DataFrame:
     for path in of_rounds.values():
         try:
             read.append(pd.read_parquet(path, page_checksum_verification=True))
-        except Exception as error:  # damaged names and types of columns raise errors of all kinds
+        # Damaged names and types of columns raise errors of all these kinds.
+        except (OSError, ValueError, TypeError, LookupError, NotImplementedError) as error:
             raise ConfigError(
                 f"{path} is damaged: {in_a_line(error)}; remove it, and that evaluation is missing "
                 "in the table"

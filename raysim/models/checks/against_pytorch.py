@@ -54,37 +54,21 @@ class Pass:
     """The outputs of each layer in its last call, by its name, in the order of the calls."""
 
 
-_PASSED: ContextVar[set[str] | None] = ContextVar("checks that were passed", default=None)
+_COMPARED: ContextVar[set[str] | None] = ContextVar("nets that were compared", default=None)
 
 
 @contextmanager
-def checking_once() -> Iterator[None]:
-    """Make checks of equal settings once inside of this, as the trials of a sweep have them."""
-    token = _PASSED.set(set())
+def comparing_once() -> Iterator[None]:
+    """Compare nets of equal settings once inside of this, as the trials of a sweep have them."""
+    token = _COMPARED.set(set())
     try:
         yield
     finally:
-        _PASSED.reset(token)
-
-
-@contextmanager
-def check_once(check: str) -> Iterator[bool]:
-    """Note that a check was passed, unless it raises.
-
-    Args:
-        check: its name and the settings that determine it.
-
-    Yields:
-        Whether it has to be made: False inside of `checking_once` if it was passed there.
-    """
-    passed = _PASSED.get()
-    yield passed is None or check not in passed
-    if passed is not None:
-        passed.add(check)
+        _COMPARED.reset(token)
 
 
 @torch.enable_grad()
-def check_reading(net: nn.Module, model: Model) -> None:
+def check_reading(net: nn.Module, model: Model, settings: str = "") -> None:
     """Compare a net that was read with PyTorch's own passes of it.
 
     A net of raysim is searched neither for hidden state nor for random numbers.
@@ -92,6 +76,7 @@ def check_reading(net: nn.Module, model: Model) -> None:
     Args:
         net: the net as the user wrote it; not changed.
         model: the net as raysim reads it.
+        settings: the settings that determine the net, see `comparing_once`.
 
     Raises:
         ConfigError: they differ, or the net's passes depend on something else than its parameters,
@@ -103,6 +88,9 @@ def check_reading(net: nn.Module, model: Model) -> None:
             "other processes of a run do not know; remove torch.set_default_dtype, and set the key "
             "dtype (float32, float64)"
         )
+    compared = _COMPARED.get()
+    if compared is not None and settings in compared:
+        return
     batch = Batch(*model.examples(EXAMPLES))
     failed = f"{model.label} fails on {EXAMPLES} examples"
     with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ConfigError,)), generators_kept():
@@ -112,6 +100,8 @@ def check_reading(net: nn.Module, model: Model) -> None:
         _refuse_foreign_parameters(net, model, batch)
         _compare(net, model, batch)
         _try_dropout(model, batch)
+    if compared is not None:
+        compared.add(settings)
 
 
 def check_same_outputs(model: Model, expected: Tensor) -> None:

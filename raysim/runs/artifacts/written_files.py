@@ -63,10 +63,13 @@ def write_artifacts(
 
     def write(name: str, writer: Callable[[Path], object]) -> None:
         def write_atomically() -> None:
-            # One of an earlier stop has fewer rounds, and would stay if this one fails.
-            (run_dir / name).unlink(missing_ok=True)
-            with files.whole(run_dir / name) as partial:
-                writer(partial)
+            try:
+                with files.whole(run_dir / name) as partial:
+                    writer(partial)
+            except Exception:
+                # One of an earlier stop has fewer rounds.
+                (run_dir / name).unlink(missing_ok=True)
+                raise
 
         attempt(f"{run_dir / name} is not written", write_atomically)
 

@@ -21,13 +21,13 @@ import cloudpickle
 from raysim.imports import uncollected
 
 with uncollected():
-    from raysim.models.checks.against_pytorch import checking_once
+    from raysim.models.checks.against_pytorch import comparing_once
     from raysim.sweeps.trials.trial import train_trial
     from raysim.system import output
     from raysim.system.processes import end_with
 
 
-@checking_once()
+@comparing_once()
 def main() -> None:
     """Train the trials that the sweep's process names until it closes the connection."""
     connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])

@@ -133,7 +133,7 @@ class _Recorder(_RefuseReads):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.calls: list[tuple[Any, Any, Any, list[Any]]] = []
         self.overwritten: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,9 +141,10 @@ class _Recorder(_RefuseReads):
         given = _aliases((args, kwargs or {}))
         # The schema of PyTorch's batch norm does not say that it moves its running statistics.
         if func._schema.is_mutable or "batch_norm" in func.overloadpacket.__name__:
-            self.overwritten += [(tensor, tensor.clone()) for tensor in _tensors(given)]
+            written = [leaf for leaf in _leaves(given) if isinstance(leaf, Tensor)]
+            self.overwritten += [(tensor, tensor.clone()) for tensor in written]
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        self.calls.append((func, *given, _tensors(_aliases(output))))
+        self.calls.append((func, *given, _leaves(_aliases(output))))
         return output
 
     @torch.no_grad()
@@ -158,9 +159,10 @@ class _Recorder(_RefuseReads):
     def replay(self) -> None:
         """Call all operations again, into the memory that they wrote at first."""
         for func, args, kwargs, output in self.calls:
-            again = _tensors(func(*args, **kwargs))
+            again = _leaves(func(*args, **kwargs))
             for memory, value in zip(output, again, strict=True):
-                if value.data_ptr() != memory.data_ptr():
+                # An LSTM has a workspace for its gradient only where gradients are computed.
+                if isinstance(memory, Tensor) and value.data_ptr() != memory.data_ptr():
                     memory.copy_(value)
 
 
@@ -184,15 +186,13 @@ def _aliases(tree: Any) -> Any:
     return type(tree)(map(_aliases, tree)) if type(tree) in (list, tuple) else tree
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    """Return the tensors of an operation's arguments or of its output, in their order.
+def _leaves(tree: Any) -> list[Any]:
+    """Return what an operation's arguments or its output consist of, in their order.
 
     PyTorch's functions for trees take several times as long, which shows in each operation.
     """
-    if isinstance(tree, Tensor):
-        return [tree]
     if isinstance(tree, dict):
         tree = tree.values()
     elif not isinstance(tree, list | tuple):
-        return []
-    return [tensor for part in tree for tensor in _tensors(part)]
+        return [tree]
+    return [leaf for part in tree for leaf in _leaves(part)]
