@@ -24,8 +24,7 @@ from torch import Tensor
 from raysim.config.schema import Config
 from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.errors import ConfigError
-from raysim.models.bound import BoundModel
-from raysim.models.flat import Model
+from raysim.models.flat import BoundModel, Model
 from raysim.numerics import norm, weighted_sum
 from raysim.randomness import generator
 from raysim.rules.batch import Batch

@@ -17,8 +17,8 @@ from raysim.config.schema import Config
 from raysim.data import Examples
 from raysim.data.partition.clients import ExampleLists, VirtualClients
 from raysim.metrics import VALIDATION
-from raysim.models.bound import BoundModel
 from raysim.models.default_device import tensors_on
+from raysim.models.flat import BoundModel
 from raysim.rules.contract import ClientRule, ServerRule, overridden
 from raysim.rules.errors.returned_values import (
     check_evaluated,

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from raysim.data import Examples
 from raysim.errors import RaysimError, with_users_line
-from raysim.models.bound import BoundModel
 from raysim.models.default_device import tensors_on
+from raysim.models.flat import BoundModel
 from raysim.rules.batch import Batch
 from raysim.rules.losses import Net
 from raysim.rules.tasks.learning_task import TaskMetric

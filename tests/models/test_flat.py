@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raysim.errors import ConfigError
-from raysim.models.bound import BoundModel
 from raysim.models.checks.against_pytorch import check_reading
-from raysim.models.flat import Model
+from raysim.models.flat import BoundModel, Model
 from raysim.models.keyed_layers import DropoutMask
 from raysim.models.nets import zoo
 from raysim.prepare.resolve import prepare

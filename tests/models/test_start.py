@@ -16,7 +16,7 @@ from torch import nn
 import raysim
 from raysim.data import import_torchvision
 from raysim.errors import ConfigError
-from raysim.models.bound import BoundModel
+from raysim.models.flat import BoundModel
 from raysim.models.initial.adapters import merged
 from raysim.models.initial.start import freeze, load_weights
 from raysim.prepare.resolve import prepare

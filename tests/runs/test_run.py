@@ -40,7 +40,7 @@ from raysim.distributed.block_scheduler import BlockScheduler
 from raysim.engine.inline_executor import Inline
 from raysim.engine.state import checkpoint
 from raysim.errors import ClientError, ConfigError, RaysimError, ServerStateLost
-from raysim.models.bound import BoundModel
+from raysim.models.flat import BoundModel
 from raysim.prepare.resolve import prepare
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
 from raysim.rules.methods.registry import discover

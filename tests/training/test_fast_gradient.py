@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raysim.config.sections.privacy import ExamplePrivacy
-from raysim.models.bound import BoundModel
-from raysim.models.flat import Model
+from raysim.models.flat import BoundModel, Model
 from raysim.models.nets import zoo
 from raysim.rules import Batch, Net, PassMode, cross_entropy
 from raysim.training.tasks.fast_gradient import (

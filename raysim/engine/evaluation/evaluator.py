@@ -7,7 +7,7 @@ from raysim.engine import probes
 from raysim.engine.plan import EvaluatedModel, Plan
 from raysim.engine.process_setup import make_trainer
 from raysim.errors import RaysimError, with_users_line
-from raysim.models.bound import BoundModel
+from raysim.models.flat import BoundModel
 from raysim.system.signals import reraise_stop
 from raysim.training.evaluation import measure
 from raysim.training.messages import Broadcast, EvaluationParts

@@ -20,12 +20,11 @@ from torch.nn.utils import vector_to_parameters
 
 from raysim.errors import ConfigError
 from raysim.models.batchnorm_statistics import BoundStatistics
-from raysim.models.bound import BoundModel
 from raysim.models.checks.hidden_state import refuse_draws, refuse_hidden_state
 from raysim.models.checks.original_net import original_copy
 from raysim.models.comparison import close, layer_names, magnitude
 from raysim.models.first_outputs import failed_loss
-from raysim.models.flat import Model
+from raysim.models.flat import BoundModel, Model
 from raysim.models.nets.zoo import NETS
 from raysim.randomness import generator
 from raysim.rules.batch import Batch

@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from raysim.models.bound import BoundModel
 from raysim.models.comparison import close
-from raysim.models.flat import Model
+from raysim.models.flat import BoundModel, Model
 from raysim.randomness import generator
 
 FEW = 3

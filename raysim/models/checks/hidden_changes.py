@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from raysim.errors import ConfigError
-from raysim.models.bound import BoundModel
 from raysim.models.checks.against_pytorch import EXAMPLES
 from raysim.models.comparison import close
 from raysim.models.default_device import tensors_on
+from raysim.models.flat import BoundModel
 from raysim.rules.contract import ClientRule
 from raysim.rules.errors.keyed_numbers import libraries_to_watch
 from raysim.system.global_generators import GlobalGenerators

@@ -17,9 +17,8 @@ from raysim.data.dataset import Dataset
 from raysim.data.partition.groups import local_of_groups
 from raysim.errors import ConfigError
 from raysim.models import build
-from raysim.models.bound import BoundModel
 from raysim.models.checks.coupled_examples import couples_in_evaluation
-from raysim.models.flat import Model
+from raysim.models.flat import BoundModel, Model
 from raysim.system import startup_stages
 from raysim.system.files import is_path
 from raysim.system.global_generators import generators_kept

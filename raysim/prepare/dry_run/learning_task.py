@@ -7,7 +7,7 @@ import numpy as np
 from raysim.data import Examples
 from raysim.engine.plan import SAMPLE_EXAMPLES, Plan
 from raysim.errors import ConfigError
-from raysim.models.bound import BoundModel
+from raysim.models.flat import BoundModel
 from raysim.prepare.configured_task import METRICS_KEY
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, keyed_numbers_only
 from raysim.rules.tasks.function_metric import FunctionMetric

@@ -35,8 +35,7 @@ import torch
 from numpy.random import Generator
 from torch import Tensor, nn
 
-from raysim.models.bound import BoundModel
-from raysim.models.flat import Model
+from raysim.models.flat import BoundModel, Model
 from raysim.models.keyed_layers import KeyedBatchNorm, KeyedDropout
 from raysim.models.stages import is_chain, is_modified
 from raysim.randomness import generator

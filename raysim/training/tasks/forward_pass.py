@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from raysim.models.bound import BoundModel
-from raysim.models.flat import Model
+from raysim.models.flat import BoundModel, Model
 from raysim.models.stages import CLASSIFIER
 from raysim.rules.losses import Net
 from raysim.rules.task import PassMode

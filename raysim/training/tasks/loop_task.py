@@ -12,8 +12,7 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
-from raysim.models.bound import BoundModel
-from raysim.models.flat import Model
+from raysim.models.flat import BoundModel, Model
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
 from raysim.rules.contract import State

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.config.sections.optimizer import PLAIN_SGD
-from raysim.models.bound import BoundModel
 from raysim.models.checks.coupled_examples import couples_examples
-from raysim.models.flat import Model
+from raysim.models.flat import BoundModel, Model
 from raysim.rules.batch import Batch
 from raysim.rules.contract import PLAIN_STEP, ClientRule, ServerRule, overridden
 from raysim.rules.tasks.learning_task import LearningTask
