@@ -57,7 +57,7 @@ class Batch(SuggestsAttributes):
             values: features or logits of the examples, [B, F].
             classes: number of classes, C.
         """
-        of_class = torch.eye(classes).to(values)[self.y]
+        of_class = torch.eye(classes, dtype=values.dtype, device=values.device)[self.y]
         return of_class.T @ values, of_class.sum(0)[:, None]
 
     def masked(self, k: int) -> Batch:

@@ -4,8 +4,11 @@ PyTorch's operations are recorded, and called again on the same memory, as a gra
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,9 +21,11 @@ from support.batteries import (
     small,
 )
 from support.programs import program
+from torch import Tensor
 
 from raysim.prepare.resolve import prepare
 from raysim.rules.contract import ALGORITHMS
+from raysim.training.messages import ClientTask
 from raysim.training.trainers import lane, lane_trainer
 from raysim.training.trainers.host_graphs import HostGraphs, rehearsal, rehearses
 from raysim.training.trainers.lane_trainer import LaneTrainer
@@ -169,11 +174,19 @@ def test_settings_of_local_training(changes, trained):
         assert xs(runs[0]) == xs(runs[1])
 
 
-@pytest.mark.parametrize("limit", ["MAX_KINDS", "MAX_LAYOUTS"])
-def test_kinds_that_are_not_kept_are_captured_anew(limit, trained, monkeypatch):
+def test_layouts_that_are_not_kept_are_captured_anew(trained, monkeypatch):
     expected = xs(trained("scaffold"))
-    monkeypatch.setattr(lane, limit, 1)
+    monkeypatch.setattr(lane, "MAX_LAYOUTS", 1)
     assert xs(trained("scaffold")) == expected
+
+
+def test_kinds_beyond_the_limit_run_uncaptured_and_none_goes(trained, monkeypatch):
+    """Lanes share cuBLAS's workspace of their stream with all their graphs."""
+    expected = trained("scaffold")
+    monkeypatch.setattr(lane, "MAX_KINDS", 1)
+    run = trained("scaffold")
+    assert xs(run) == xs(expected) and kinds(expected) > kinds(run) == 1
+    assert trainer_of(run).uncaptured_steps and "more than 1 kinds" in trainer_of(run).refusals[0]
 
 
 @pytest.mark.parametrize("rule", ["Branches", "Masks", "Swaps", "TwiceAtTheEnd", "Views"])
@@ -228,6 +241,38 @@ def test_out_of_memory_trains_the_block_again_on_half_the_lanes(trained, monkeyp
     assert xs(trained("scaffold", {"lanes": 4})) == expected
     assert waited == [3], "before the first lane's nets are used again"
     assert len(failures) == 1 and "out of memory: block 0 trains again, on lanes=1" in caplog.text
+
+
+def test_memory_that_runs_out_before_any_lane_ends_the_run(trained, monkeypatch):
+    def full(*given: Any, apart: bool) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(lane_trainer.PrefetchedBatches, "__init__", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        trained("fedavg")
+
+
+def test_a_failed_attempt_leaves_no_memory_behind(trained):
+    """Else the block would train again with less memory than before."""
+    trainer = trainer_of(trained("fedavg"))
+    trainer.lanes *= 2
+    held: list[weakref.ref[Tensor]] = []
+
+    def attempt() -> None:
+        tensor = torch.zeros(1)
+        held.append(weakref.ref(tensor))
+        try:
+            raise torch.OutOfMemoryError
+        except torch.OutOfMemoryError as error:
+            trainer.failed(ClientTask(0, 0, 0, 1.0, 1), error)
+
+    gc.disable()
+    try:
+        with suppress(torch.OutOfMemoryError):
+            attempt()
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_client_that_does_not_fit_on_one_lane_is_its_failure(trained, monkeypatch):

@@ -10,11 +10,14 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from raysim.data.examples import free_bytes
 
@@ -139,12 +142,18 @@ class CudaGraphs:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            with torch.cuda.graph(graph, pool=self.pool, stream=stream):
+            with torch.cuda.graph(graph, pool=self.pool, stream=stream), _KeepInputs() as keep:
                 output = run()
+        except BaseException:
+            # PyTorch does not end the pool's use if it cannot end the capture, and then refuses
+            # later captures. If it has ended it, this raises.
+            with suppress(Exception):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
+            raise
         finally:
             if was_enabled:
                 gc.enable()
-        return output, graph.replay
+        return output, _Replay(graph, keep.inputs)
 
     def watch_memory(self) -> Callable[[], int]:
         """Watch the memory of tensors from now on. See `Graphs.watch_memory`."""
@@ -176,3 +185,47 @@ class _RefuseHostCopies(TorchDispatchMode):
             if args[0].device.type != other.type:
                 raise RuntimeError("the step copies between the host's memory and the GPU's")
         return func(*args, **kwargs)
+
+
+@dataclass
+class _Replay:
+    """Replays a graph. It keeps what the graph reads, which a net may have replaced since."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+class _KeepInputs(TorchDispatchMode):
+    """Notes the tensors that operations read and that were there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[Tensor] = []
+        self.known: set[int] = set()
+        """The memory of the inputs, and of what the operations made."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False. See `_RefuseHostCopies`."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.inputs += self._unknown((args, kwargs))
+        output = func(*args, **kwargs)
+        self._unknown(output)
+        return output
+
+    def _unknown(self, tree: Any) -> list[Tensor]:
+        """Return the tensors whose memory was not known, which then is."""
+        found = []
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor) and leaf.is_cuda:
+                memory = leaf.untyped_storage()._cdata
+                if memory not in self.known:
+                    self.known.add(memory)
+                    found.append(leaf)
+        return found

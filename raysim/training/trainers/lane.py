@@ -36,13 +36,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("raysim")
 
 MAX_KINDS = 64
-"""Limit on the kinds of steps that a lane keeps captured; those used last are kept."""
+"""Limit on the kinds of steps of a layout that a lane captures; further kinds run uncaptured."""
 
 ACCUMULATED = "accumulated"
 """Name of the sum of the directions of a step's mini-batches in a lane's memory."""
 
 MAX_LAYOUTS = 4
-"""Limit on the layouts of memory that a lane keeps: the shapes of all that steps read and write."""
+"""Limit on the layouts of memory that a lane keeps: the shapes of all that steps read and write. To
+make room all of them go: the end of one graph frees cuBLAS's workspace of its stream, which other
+graphs of the lane use (PyTorch 2.12 and 2.13)."""
 
 
 class CaptureError(RuntimeError):
@@ -67,7 +69,8 @@ class Captures:
         self.reason = ""
         """Why no step at all can be captured; "" if steps can."""
         self.waited: set[Hashable] = set()
-        """Kinds of steps that have waited once, perhaps to prepare what later ones use again."""
+        """Lanes and kinds of steps that have waited once, perhaps to prepare what later ones use
+        again; each lane has nets of its own."""
         self.refused: dict[Hashable, str] = {}
         """Why a step cannot be captured, by kind."""
         self.uncaptured = 0
@@ -121,12 +124,12 @@ class Lane:
         tensors = self._tensors(client)
         # A rule of another round may have other hyper-parameters.
         layout = repr(client.rule), *_shapes(tensors)
-        memory = self.layouts.pop(layout, None)
+        memory = self.layouts.get(layout)
         if memory is None:
             if len(self.layouts) >= MAX_LAYOUTS:
-                self.layouts.pop(next(iter(self.layouts)))
-            memory = LaneMemory(self.task, tensors)
-        self.layouts[layout] = memory  # at the end, as the one used last
+                self.captures.graphs.wait()
+                self.layouts.clear()
+            memory = self.layouts[layout] = LaneMemory(self.task, tensors)
         memory.load(tensors)
         return LaneSteps(self, client, memory)
 
@@ -165,6 +168,8 @@ class LaneMemory:
         self.loaded: dict[str, tuple[Tensor, int]] = {}
         """The tensors that were copied last, with their versions."""
         self.steps: dict[Hashable, CapturedStep] = {}
+        self.retired: list[dict[Hashable, CapturedStep]] = []
+        """Steps that count in memory that is no longer used; see `MAX_LAYOUTS`."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors of a client here.
@@ -205,7 +210,8 @@ class LaneMemory:
             if memory.shape != value.shape:
                 self.tensors[f"optimizer {key}"] = memory.expand(value.shape).clone()
                 # Steps that were captured before count in the memory of one number.
-                self.steps.clear()
+                self.retired.append(self.steps)
+                self.steps = {}
 
     def written(self) -> list[Tensor]:
         """Return the tensors that a step may write, and the parameters."""
@@ -254,12 +260,15 @@ class LaneSteps(LocalSteps):
         leaves, tree = tree_flatten(_fields(batch))
         kind = place, str(tree), *map(_kind, leaves)
         steps = self.memory.steps
-        step = steps.pop(kind, None)
+        step = steps.get(kind)
         if step is None:
-            if len(steps) >= MAX_KINDS:
-                steps.pop(next(iter(steps)))
             step = CapturedStep(kind, leaves, tree)
-        steps[kind] = step  # at the end, as the one used last
+            if len(steps) < MAX_KINDS:
+                steps[kind] = step
+            elif kind not in self.lane.captures.refused:
+                self.lane.captures.refuse(
+                    kind, RuntimeError(f"there are more than {MAX_KINDS} kinds of mini-batches")
+                )
         loss, logged = step.run(leaves, self)
         # The next step overwrites what a captured one returns.
         self.task.losses.append(loss.clone())
@@ -366,9 +375,10 @@ class CapturedStep:
             # If this raises too, the fault is not that the step was asked.
             result = steps.make_uncaptured(self.batch, self.place)
             captures.uncaptured += 1
-            if rehearses() or self.kind in captures.waited:
+            on_lane = steps.lane, self.kind
+            if rehearses() or on_lane in captures.waited:
                 captures.refuse(self.kind, error)
-            captures.waited.add(self.kind)
+            captures.waited.add(on_lane)
             self.asked = False
             return result
 

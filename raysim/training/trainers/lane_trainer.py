@@ -5,6 +5,7 @@ On a CPU clients train one after the other, as in mode loop.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping
 
@@ -89,6 +90,8 @@ class LaneTrainer(LoopTrainer):
             try:
                 return self._train_on_lanes(self.captures, broadcasts, block)
             except torch.OutOfMemoryError:
+                if self.limit == 1 and len(self.lanes) <= 1:
+                    raise
                 self.limit = max(1, len(self.lanes) // 2)
                 logger.warning(
                     "the GPU is out of memory: block %d trains again, on lanes=%d (batching.lanes)",
@@ -108,6 +111,7 @@ class LaneTrainer(LoopTrainer):
         # Its kernels may still write to the nets of the first lane, which are used again.
         self.captures.graphs.wait()
         self.lanes.clear()
+        gc.collect()
         self.captures.graphs = graphs
 
     def _train_on_lanes(
@@ -174,5 +178,9 @@ class LaneTrainer(LoopTrainer):
         """
         on_fewer = isinstance(error, torch.OutOfMemoryError) and len(self.lanes) > 1
         if on_fewer or isinstance(error, CaptureError):
-            raise error
+            try:
+                raise error
+            finally:
+                # This frame is in the traceback: the circle would keep the attempt's memory.
+                del error
         return super().failed(client_task, error)
