@@ -103,7 +103,7 @@ def test_files_of_clients_and_examples_are_uploaded_or_absolute(
 
 
 def test_options_and_their_values_are_read_as_the_command_reads_them(folder: Path) -> None:
-    options = ["--parallel", "2", "--ledger", "f", "--dir", "d", "--where", "method=fedavg"]
+    options = ["--parallel", "2", "--ledger", "/f", "--dir", "/d", "--where", "method=fedavg"]
     for command in (
         ["sweep", *options, "mine.yaml", "seed=0..2"],
         ["sweep", "mine.yaml", "seed=0..2", *options],
