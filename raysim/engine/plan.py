@@ -26,6 +26,7 @@ from raysim.models.flat import Model
 from raysim.rules import contract
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule
+from raysim.rules.methods.registry import source_of
 from raysim.rules.rule import Problem
 from raysim.rules.tasks.learning_task import LearningTask, TaskMetric
 from raysim.rules.upload_stages import UploadStage
@@ -220,6 +221,11 @@ class Plan:
     def all_groups(self) -> tuple[ClientGroup, ...]:
         """The clients that are in no group, and `groups`; `members` are positions in it."""
         return (ClientGroup("", self.client, self.config, self.stages), *self.groups)
+
+    @property
+    def methods(self) -> str:
+        """The sha256 of the files of raysim that define the run's rules."""
+        return source_of([self.server, *(group.rule for group in self.all_groups)])
 
     def group(self, client: int) -> ClientGroup:
         """Return the group of a client, with its rule and its local settings.

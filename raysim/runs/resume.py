@@ -48,6 +48,7 @@ from raysim.training.tasks.optimizers import kept, make_optimizer
 from raysim.training.tasks.pure_task import PureTask
 from raysim.training.uploads.upload_chain import memory_keys
 from raysim.training.uploads.upload_sum import last_upload_key
+from raysim.version import __version__
 
 logger = logging.getLogger("raysim")
 
@@ -369,6 +370,14 @@ def _read_checkpoint(folder: Path, plan: Plan) -> checkpoint.Checkpoint | None:
     if saved is None:
         return None
     checkpoint.check_belongs(saved, plan, folder)
-    if saved.facts["torch"] != torch.__version__:
-        logger.warning("the run began under torch %s; its bits may change", saved.facts["torch"])
+    for name, version in (("torch", torch.__version__), ("raysim", __version__)):
+        if saved.facts[name] != version:
+            logger.warning(
+                "the run began under %s %s; its bits may change", name, saved.facts[name]
+            )
+    if saved.facts.get("methods", plan.methods) != plan.methods:
+        logger.warning(
+            "raysim's code of this method has changed since the last checkpoint; further "
+            "rounds are those of the new code"
+        )
     return saved

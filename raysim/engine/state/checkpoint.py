@@ -64,6 +64,7 @@ class Facts(TypedDict):
     partition: str
     torch: str
     raysim: str
+    methods: NotRequired[str]
 
 
 @dataclass

@@ -36,6 +36,7 @@ class RunState(Generic[ModelHandle]):
 
     def __init__(self, plan: Plan, rows: Path | None):
         self.plan, self.config = plan, plan.config
+        self.methods = plan.methods  # now: a file may change while the run trains
         self.done = 0
         """The number of rounds that are done, which is the newest version of the model."""
         self.store = ClientStateStore(len(plan.clients), self.config.client_state.memory, rows)
@@ -125,6 +126,7 @@ class RunState(Generic[ModelHandle]):
             "partition": partition_digest(self.plan.clients),
             "torch": torch.__version__,
             "raysim": __version__,
+            "methods": self.methods,
         }
         # The newest version is left out: the server makes it again from its state.
         held = {

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib
 import inspect
 import os
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_type_hints
 
@@ -87,6 +89,20 @@ def is_shipped(rule: Rule) -> bool:
         rule: a client or server rule.
     """
     return REGISTRIES[half_of(rule)].get(rule.name) is type(rule)
+
+
+def source_of(rules: Iterable[Rule]) -> str:
+    """Return the sha256 of the files of shipped methods that define rules.
+
+    Args:
+        rules: client and server rules; those of users are left out.
+    """
+    classes = {c for rule in rules if is_shipped(rule) for c in type(rule).__mro__}
+    files = {inspect.getfile(c) for c in classes if c.__module__.startswith(f"{SHIPPED_PACKAGE}.")}
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()
 
 
 def is_tried(rule: Rule) -> bool:
