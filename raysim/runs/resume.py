@@ -371,10 +371,8 @@ def _read_checkpoint(folder: Path, plan: Plan) -> checkpoint.Checkpoint | None:
         return None
     checkpoint.check_belongs(saved, plan, folder)
     for name, version in (("torch", torch.__version__), ("raysim", __version__)):
-        if saved.facts[name] != version:
-            logger.warning(
-                "the run began under %s %s; its bits may change", name, saved.facts[name]
-            )
+        if (before := saved.facts.get(name, version)) != version:
+            logger.warning("the run began under %s %s; its bits may change", name, before)
     if saved.facts.get("methods", plan.methods) != plan.methods:
         logger.warning(
             "raysim's code of this method has changed since the last checkpoint; further "
