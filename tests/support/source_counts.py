@@ -37,7 +37,7 @@ DUPLICATE_LINES = 8
 
 @dataclass(frozen=True)
 class FileCounts:
-    """What is counted in one file."""
+    """The code lines, comments and decisions of a file."""
 
     code_lines: list[int]
     """Numbers of the lines with code."""

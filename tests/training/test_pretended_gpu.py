@@ -22,6 +22,7 @@ from raysim.training.trainers.lane_trainer import LaneTrainer
 
 NET = program("lanes_net")
 RULES = program("lanes_rules")
+KEEPING_NETS = program("keeping_nets")
 ON_GPU = {"executor": "inline", "gpus": 1.0, "threads": 1}
 TRAINING = ("training/trainers", "training/tasks", "training/batches", "training/uploads",
             "training/client_start", "training/personal", "numerics/host_copies", "data/examples")  # fmt: skip
@@ -144,44 +145,10 @@ def test_examples_that_do_not_fit_stay_in_the_hosts_memory(augment, trained, mon
     assert in_training(gpu) == in_training(of_gpu)
 
 
-CACHING_NETS = '''
-from torch import nn
-import torch
-
-
-class Replaces(nn.Module):
-    """Keeps a tensor of the size of its last batch."""
-
-    def __init__(self, shape, classes):
-        super().__init__()
-        self.linear = nn.Linear(64, classes)
-        self.scale = None
-
-    def forward(self, x):
-        if self.scale is None or len(self.scale) != len(x):
-            self.scale = x.new_full((len(x), 1), 0.5)
-        return self.linear(x.flatten(1)) * self.scale
-
-
-class Prepares(nn.Module):
-    """Copies a table to the device once."""
-
-    def __init__(self, shape, classes):
-        super().__init__()
-        self.linear = nn.Linear(64, classes)
-        self.table = None
-
-    def forward(self, x):
-        if self.table is None:
-            self.table = torch.linspace(0, 1, 64, device="cpu").to(x.device)
-        return self.linear(x.flatten(1) * self.table)
-'''
-
-
 @pytest.mark.parametrize("net", ["Replaces", "Prepares"])
 def test_a_net_that_keeps_tensors_of_its_own(net, trained, source):
     """A graph reads them later, and each lane has a copy of the net."""
-    model = {"name": f"{source('caching', CACHING_NETS)}:{net}"}
+    model = {"name": f"{source('keeping', KEEPING_NETS)}:{net}"}
     expected, *_ = trained("fedavg", ON_CPU, rounds=3, model=model)
     x, trainer, gpu = trained("fedavg", rounds=3, model=model)
     assert x == expected and not gpu.faults
