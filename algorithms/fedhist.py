@@ -126,7 +126,7 @@ class FedHistServer(ServerRule):
             state = self._remembered(state, reports, G)
             if int(state["rounds"]) >= self.length:
                 state["utility"] = self._utilities(state, reports)
-            q = np.quantile(state["utility"].numpy(), (0.1, 0.5, 0.9))
+            q = np.quantile(state["utility"].cpu().numpy(), (0.1, 0.5, 0.9))
             buffers = sum(state[k].nbytes for k in ("LG", "LL/g"))
             reports.log(utility_q10=q[0], utility_q50=q[1], utility_q90=q[2], buffer_bytes=buffers)
         return state
@@ -149,12 +149,11 @@ class FedHistServer(ServerRule):
 
     def _fused(self, g: list[Tensor], p: list[float], past: list[Tensor]) -> Tensor:
         """Return sum p_i ((1 - a) g_i + a LG_{k*}), EGS and the aggregation in one."""
-        products = cross(aligned(g, torch.float64), aligned(past, torch.float64)).cpu()
-        lengths = torch.tensor([norm(v) for v in past], dtype=torch.float64)
+        products = cross(aligned(g, torch.float64), aligned(past, torch.float64)).cpu().numpy()
+        lengths = np.array([norm(v) for v in past])
         # the argmin over k does not depend on |g_i|; a zero vector has cosine 0 to all
-        nearest = (
-            torch.where(lengths > 0, products / lengths.clamp(min=1e-300), 0.0).numpy().argmin(1)
-        )
+        cosines = np.where(lengths > 0, products / np.maximum(lengths, 1e-300), 0.0)
+        nearest = cosines.argmin(1)
         weights = [(1 - self.a) * v for v in p] + [self.a * v for v in p]
         return weighted_sum([*g, *(past[k] for k in nearest)], weights)
 

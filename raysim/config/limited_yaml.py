@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +119,11 @@ def read_yaml(path: Path) -> Any:
         yaml.YAMLError: as in `load_yaml`.
     """
     with path.open(encoding="utf-8") as file:
-        return load_yaml(file.read(MAX_CHARACTERS + 1))
+        return deepcopy(_document(file.read(MAX_CHARACTERS + 1)))
+
+
+# A sweep reads its file anew for each of its trials.
+_document = lru_cache(maxsize=4)(load_yaml)
 
 
 def check_value(value: Any) -> None:

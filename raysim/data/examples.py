@@ -173,14 +173,16 @@ def shared_tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
 
-def own_copy(array: np.ndarray, like: Tensor) -> Tensor:
-    """Return a copy of an array as a tensor of the device and the type of another one.
+def own_copy(kept: np.ndarray | Tensor, like: Tensor) -> Tensor:
+    """Return a copy of what a client kept as a tensor of the device and the type of another one.
 
     Args:
-        array: the array; it may be read-only.
+        kept: an array, which may be read-only, or a tensor.
         like: the other tensor.
     """
-    return on_device(np.array(array), like.device, like.dtype)
+    if isinstance(kept, Tensor):
+        return kept.to(like.device, like.dtype, copy=True)
+    return on_device(np.array(kept), like.device, like.dtype)
 
 
 def on_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -159,7 +159,7 @@ def _check_ray() -> tuple[bool, str]:
 
 
 def _check_runs() -> tuple[bool, str]:
-    """Mark runs of this folder whose processes died; MLflow still lists them as RUNNING."""
+    """End runs of this folder whose processes died; MLflow still lists them as RUNNING."""
     from raysim.tracking import abandoned
 
     ended = abandoned.finish_abandoned(abandoned.folders_below(Path("runs")))
@@ -168,5 +168,6 @@ def _check_runs() -> tuple[bool, str]:
     resumed = "; ".join(f"raysim resume {folder}" for folder in ended)
     return (
         True,
-        f"{len(ended)} whose processes had died are marked FAILED now; to take them up: {resumed}",
+        f"{len(ended)} whose processes had died are ended in MLflow now; to take up those that "
+        f"are not finished: {resumed}",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +61,6 @@ def _finished_run(row: Row) -> FinishedRun:
     """Return a row as a finished run."""
 
     def history(metric: str) -> list[tuple[int, float]]:
-        series = row.history.get(metric, {})
-        return [(t, value) for t, value in sorted(series.items()) if not math.isnan(value)]
+        return sorted(row.history.get(metric, {}).items())
 
     return FinishedRun(row.place, row.params, frozenset(row.history), history)

@@ -142,7 +142,7 @@ def _parameters(run: Any) -> dict[str, str]:
 
 
 def _ended(client: Any, runs: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Mark runs as FAILED that MLflow lists as RUNNING but whose processes have died.
+    """End runs in MLflow that it lists as RUNNING but whose processes have died.
 
     Only runs whose folders are visible on this machine are checked. The changed runs are returned.
     """
@@ -153,12 +153,10 @@ def _ended(client: Any, runs: Mapping[str, Any], say: Callable[[str], None]) -> 
     ended = finish_abandoned(
         folder for folder, run_id in folders.items() if Tail(folder).run_id == run_id
     )
-    if ended:
-        say(
-            f"{counted(len(ended), 'run')} marked FAILED: the processes have died without ending "
-            "them"
-        )
-    return {folders[folder]: client.get_run(folders[folder]) for folder in ended}
+    now = {folders[folder]: client.get_run(folders[folder]) for folder in ended}
+    for status, count in Counter(run.info.status for run in now.values()).items():
+        say(f"{counted(count, 'run')} marked {status}: the processes have died without ending them")
+    return now
 
 
 _SWEEP_TAG_PREFIX = "raysim.sweep."
@@ -275,6 +273,5 @@ def _history(client: Any, run_id: str, metric: str) -> list[tuple[int, float]]:
         value = point.value
         if abs(value) >= sys.float_info.max:
             value = math.copysign(math.inf, value)
-        if not math.isnan(value):
-            values[point.step] = value
+        values[point.step] = value
     return list(values.items())

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -162,7 +163,7 @@ class FinishedRun:
     """Names of the metrics that it has logged."""
 
     history: Callable[[str], list[tuple[int, float]]]
-    """Function from a metric to its values as (round, value), by ascending rounds, without NaN."""
+    """Function from a metric to its values as (round, value), by ascending rounds."""
 
     place: tuple[int, int] = (0, 0)
     """Place in reports: start of its sweep, and position there."""
@@ -222,7 +223,17 @@ def with_histories(
     single = _one_each(measured, first_counts)
     single = kept(measured, single, "another one has the same parameters and seed", say)
     single.sort(key=lambda run: run.place)
-    runs = [_with_history(run, metric, cost_unit) for run in single]
+    histories = [run.history(metric) for run in single]
+    undefined = [points for points in histories if numbers(points) and math.isnan(points[-1][1])]
+    if undefined:
+        say(
+            f"{counted(len(undefined), 'run')} whose last '{metric}' is not a number: the last "
+            "number before it is shown (the run diverged, or the metric has no value there)"
+        )
+    runs = [
+        _with_history(run, numbers(points), metric, cost_unit)
+        for run, points in zip(single, histories, strict=True)
+    ]
     with_values = filter(attrgetter("history"), runs)
     runs = kept(runs, with_values, f"their '{metric}' is never a number", say)
     if cost_unit != "rounds":
@@ -272,9 +283,24 @@ def _comparable(run: FinishedRun) -> FinishedRun:
     return run
 
 
-def _with_history(run: FinishedRun, metric: str, cost_unit: CostUnit) -> TrackedRun:
+def numbers(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return the values of a metric that are not NaN; none if all of them after round 0 are NaN.
+
+    A metric may have no value in some rounds. But that of round 0, before any training, is not the
+    result of a run that diverged.
+
+    Args:
+        points: (round, value) by ascending rounds.
+    """
+    kept = [(t, value) for t, value in points if not math.isnan(value)]
+    last = max((t for t, _ in points), default=0)
+    return [] if last > 0 and not any(t > 0 for t, _ in kept) else kept
+
+
+def _with_history(
+    run: FinishedRun, history: list[tuple[int, float]], metric: str, cost_unit: CostUnit
+) -> TrackedRun:
     """Return a run with the history of a metric and its cost."""
-    history = run.history(metric)
     if not history and _is_count(metric):
         history = [(t, 0.0) for t, _ in run.history(CLIENTS_USED)]
     cost = _costs_by_round(run, cost_unit)
@@ -343,12 +369,12 @@ def _costs_by_round(run: FinishedRun, kind: CostUnit) -> Mapping[int, float]:
     """Return the cumulative cost by round: bytes in both directions, virtual time, or seconds."""
 
     def series(metric: str) -> pd.Series:
-        return pd.Series(dict(run.history(metric)), dtype=float)
+        return pd.Series(dict(numbers(run.history(metric))), dtype=float)
 
     if kind == "rounds":
         return {}
     if kind == "virtual time":
-        logged = dict(run.history("virtual_time"))
+        logged = dict(numbers(run.history("virtual_time")))
         if logged or run.params.get("schedule.name") != "sync":
             return logged
         # On a synchronous schedule it is the number of rounds.

@@ -243,7 +243,7 @@ def last_and_best(
 ) -> dict[str, dict[str, float]]:
     """Return the last and the best finite value of each metric that has a direction.
 
-    Values of the untrained model, of round 0, count for metrics that have no others.
+    A value of round 0, before any training, counts if there was no later evaluation.
 
     Args:
         history: records of the rounds, in order.
@@ -259,9 +259,9 @@ def last_and_best(
     if best_by is not None:
         selects[best_by.metric] = best_by.select
     for name, best in selects.items():
-        logged = {record["round"]: record.get(name, np.nan) for record in records}
-        finite = {t: value for t, value in logged.items() if np.isfinite(value)}
-        if values := [value for t, value in finite.items() if t > 0] or list(finite.values()):
+        logged = {record["round"]: record[name] for record in records if name in record}
+        trained = {t: value for t, value in logged.items() if t > 0} or logged
+        if values := [value for value in trained.values() if np.isfinite(value)]:
             summary[name] = {"last": values[-1], "best": best(values)}
     return summary
 

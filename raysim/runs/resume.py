@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from raysim.data.partition.groups import batch_sizes_of
 from raysim.engine.early_stop import StopRule
 from raysim.engine.plan import Plan
 from raysim.engine.state import checkpoint, client_store
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import ConfigError, RaysimError, counted
 from raysim.prepare.checks.machine import check_address
 from raysim.prepare.resolve import read_run_config, resolve_plan
 from raysim.prepare.written_out import default_best
@@ -41,7 +42,7 @@ from raysim.server.central_server import Server
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import check_database
 from raysim.tracking.recorder import differing, flatten_parameters
-from raysim.tracking.spool import SPOOL_FILE
+from raysim.tracking.spool import SPOOL_FILE, Tail
 from raysim.training.groups import ClientGroup
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.optimizers import kept, make_optimizer
@@ -208,9 +209,11 @@ def _refuse_finished(folder: Path, plan: Plan, saved: checkpoint.Checkpoint) -> 
     done = saved.facts["round"]
     # A full disk, or a kill after the last round, can prevent the last steps of a run.
     if done > plan.config.rounds or (done == plan.config.rounds and closed):
-        raise ConfigError(
-            f"rounds: {done} rounds are done in {folder}; to continue, give a larger rounds=N"
-        )
+        advice = "to continue, give a larger rounds=N"
+        if unsent := Tail(folder).pending:
+            sync = f"raysim tracking sync {shlex.quote(str(folder))}"
+            advice += f"; {sync} sends {counted(unsent, 'record')} that MLflow does not have"
+        raise ConfigError(f"rounds: {done} rounds are done in {folder}; {advice}")
 
 
 def _check_moved(folder: Path, plan: Plan, moved: Iterable[str]) -> None:

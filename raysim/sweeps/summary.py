@@ -10,7 +10,6 @@ draws.png              if keys are drawn: the best value over each of them
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from raysim.reports.analysis import aggregate, plots
 from raysim.reports.analysis.curves import curves, grid
 from raysim.reports.table_row import TableRow, short, sort_key
 from raysim.reports.tables.results_table import ResultsTable
-from raysim.reports.tracked import TrackedRun, default_metric
+from raysim.reports.tracked import TrackedRun, default_metric, numbers
 from raysim.runs.artifacts.description import commands, table
 from raysim.runs.provenance import command_line
 from raysim.sweeps.definition import Sweep, Trial
@@ -221,8 +220,7 @@ def _trials_as_runs(outcome: SweepResult) -> tuple[str, list[TrackedRun]]:
     runs = []
     for trial in outcome.sweep.trials:
         history = histories.get(trial.folder, [])
-        # As in reports of tracked runs, an evaluation that gave NaN has no value.
-        values = [(t, r[metric]) for t, r in history if not math.isnan(r.get(metric, math.nan))]
+        values = numbers([(t, record[metric]) for t, record in history if metric in record])
         params = flatten_parameters(trial.config.model_dump(mode="json"))
         state, _ = unfinished.get(trial.folder, ("", ""))
         runs.append(TrackedRun(trial.folder.name, params, values, unfinished=state, metric=metric))

@@ -14,7 +14,7 @@ from raysim.errors import RaysimError
 from raysim.system import lock
 from raysim.tracking.late_sending import replay_spool
 from raysim.tracking.recorder import Recorder
-from raysim.tracking.spool import SPOOL_FILE
+from raysim.tracking.spool import SPOOL_FILE, Tail
 
 logger = logging.getLogger("raysim.tracking")
 
@@ -35,7 +35,7 @@ def finish_abandoned(folders: Iterable[Path]) -> list[Path]:
         folders: folders of runs.
 
     Returns:
-        The folders of the runs that were marked.
+        The folders of the runs that were marked, or had records left.
     """
 
     def end(folder: Path) -> bool:
@@ -46,7 +46,9 @@ def finish_abandoned(folders: Iterable[Path]) -> list[Path]:
             contextlib.suppress(RaysimError),
             lock.alone(folder),
         ):  # at work after all, or just being ended by another
-            return Recorder("", "", folder).end("FAILED", DIED_MESSAGE)
+            ended = Recorder("", "", folder).end("FAILED", DIED_MESSAGE)
+            # It may have died after it recorded its end, while that was being sent.
+            return ended or Tail(folder).pending > 0
         return False
 
     folders = list(folders)

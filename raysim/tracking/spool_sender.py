@@ -136,9 +136,9 @@ class Writer:
         self._hurry.set()
         before = -1
         self._thread.join(min(SILENT_DRAIN_S, limit_s))
-        if self._thread.is_alive() and not self._is_over(deadline):
+        if self._thread.is_alive() and not self._is_over(deadline) and self._down_since is None:
             uri = mask_secrets(self._uri)
-            logger.info("waiting for %s, which takes the last records slowly", uri)
+            logger.warning("waiting for %s, which takes the last records slowly", uri)
         while self._thread.is_alive() and before != self._sent and not self._is_over(deadline):
             before = self._sent
             patience = DRAIN_TIMEOUT_S["up" if self._down_since is None else "down"]

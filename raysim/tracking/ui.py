@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -69,8 +70,10 @@ def hint(tracking: Tracking, run_id: str = "") -> str:
     """
     uri = absolute_uri(tracking.uri)
     if not uri.startswith("http"):
-        other = "" if uri == absolute_uri(Tracking().uri) else f" --uri {mask_secrets(uri)}"
-        return f"raysim ui {tracking.experiment}{other}   (run {run_id})"
+        words = ["raysim", "ui", tracking.experiment]
+        if uri != absolute_uri(Tracking().uri):
+            words += ["--uri", mask_secrets(uri)]
+        return f"{shlex.join(words)}   (run {run_id})"
     address = mask_secrets(uri)
     try:
         experiment_id, _ = find_run(restored_uri(uri), run_id)

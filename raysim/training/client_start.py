@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raysim.config.schema import Config
-from raysim.data.examples import on_device
+from raysim.data.examples import own_copy
 from raysim.models.build import make_net
 from raysim.models.default_device import brought_to
 from raysim.models.flat import Model
@@ -315,9 +315,9 @@ def kept_or_new_state(rule: ClientRule, task: LoopTask, client_task: ClientTask)
     # Copies, because `state` may return `task.x0`, and the client may change its state in place.
     client_state = {k: v.to(task.model.device, copy=True) for k, v in client_state.items()}
     if client_task.client_state is not None:
-        # Kept values come as NumPy arrays; what `state` returns tells their type and device.
+        # What `state` returns tells the type and the device of kept values.
         client_state = {
-            k: on_device(np.array(client_task.client_state[k]), v.device, v.dtype).reshape(v.shape)
+            k: own_copy(client_task.client_state[k], v).reshape(v.shape)
             for k, v in client_state.items()
         }
     # Filled, since a copy from the host would wait for a GPU.

@@ -5,6 +5,7 @@ The module does not import torch at run time, so processes that only pass messag
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,6 +66,10 @@ class EvaluationParts:
     """"test" for the test set and held-out examples, or names of probes."""
 
 
+KeptState = Mapping[str, "np.ndarray | Tensor"]
+"""What a client keeps between rounds: arrays, or tensors on the GPU that trains an inline run."""
+
+
 @dataclass
 class ClientTask:
     """Local training of one client in one round."""
@@ -83,7 +88,7 @@ class ClientTask:
     """Weight of the client in a mean over all N clients, times N; about 1."""
     seen: bool = False
     """Whether the client took part in an earlier round."""
-    client_state: dict[str, np.ndarray] | None = None
+    client_state: KeptState | None = None
     """State that the client kept from earlier rounds; None if there is none yet."""
     requests: dict[str, Any] = field(default_factory=dict)
     """Requests of probes to measure this client, by the name of the probe."""
@@ -113,7 +118,7 @@ class ClientResult:
     """Reason why the upload was refused; None if it was accepted."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics that the client rule reported, by name."""
-    client_state: dict[str, np.ndarray] | None = None
+    client_state: KeptState | None = None
     """State that the client keeps for later rounds; None if it keeps none."""
     bytes: int = 0
     """Number of bytes of the upload."""

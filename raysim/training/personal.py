@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from raysim.models.flat import Model
 from raysim.rules.contract import ClientRule, Report, State, overridden
 from raysim.rules.errors.user_code import breach, translate_errors
 from raysim.rules.uploads import described_tensor
-from raysim.training.messages import Broadcast
+from raysim.training.messages import Broadcast, KeptState
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
 
@@ -62,9 +61,7 @@ class PersonalParts:
         """
         return self if self.mask is None else replace(self, mask=self.mask.to(device))
 
-    def received(
-        self, broadcast: Broadcast, client_state: dict[str, np.ndarray] | None
-    ) -> Broadcast:
+    def received(self, broadcast: Broadcast, client_state: KeptState | None) -> Broadcast:
         """Return a broadcast with a client's own parts in it.
 
         A client that has none yet begins with those of the server.

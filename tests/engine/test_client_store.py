@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from support.stopped_runs import TIMES, checkpoint_rounds, stop_at
 import raysim
 from raysim.engine.state import checkpoint, client_store
 from raysim.engine.state.client_store import ROWS_FILE, ClientStateStore, StoredState
+from raysim.engine.state.gpu_store import GpuStateStore
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
 from raysim.runs.result import RunResult
 from raysim.runs.resume import reopen, resume
 from raysim.tracking import spool_sender as tracking
+from raysim.training.messages import KeptState
 
 N = 6
 
@@ -50,13 +53,14 @@ def row(client: int, version: int) -> StoredState:
 ROW = 53
 
 
-def assert_same(got: StoredState | None, wanted: StoredState | None) -> None:
+def assert_same(got: Mapping[str, Any] | None, wanted: StoredState | None) -> None:
     assert (got is None) == (wanted is None)
     if got is not None and wanted is not None:
         assert set(got) == set(wanted)
         for key in wanted:
-            assert got[key].dtype == wanted[key].dtype and got[key].shape == wanted[key].shape
-            assert np.array_equal(got[key], wanted[key]), key
+            array = np.asarray(got[key])
+            assert array.dtype == wanted[key].dtype and array.shape == wanted[key].shape
+            assert np.array_equal(array, wanted[key]), key
 
 
 def copied(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -81,15 +85,23 @@ class AgainstADict(RuleBasedStateMachine):
         self.kept: list[
             tuple[dict[str, torch.Tensor], dict[int, StoredState], set[int], np.ndarray]
         ] = []
-        self.store = ClientStateStore(N, rows * ROW, self.home / "rows")
+        self.store = self.of_rows(rows)
+
+    def of_rows(self, rows: int) -> ClientStateStore:
+        """Return a store that has room in memory for some rows."""
+        return ClientStateStore(N, rows * ROW, self.home / "rows")
 
     @rule(client=st.integers(0, N - 1))
     def put(self, client: int) -> None:
         self.version += 1
-        self.store.put(client, row(client, self.version))
+        self.store.put(client, self.given(client))
         self.store.cursors[client] += 3
         self.expected[client] = row(client, self.version)
         self.seen.add(client)
+
+    def given(self, client: int) -> KeptState:
+        """Return the row of the newest version, as a trainer gives it."""
+        return row(client, self.version)
 
     @rule(client=st.integers(0, N - 1))
     def put_nothing(self, client: int) -> None:
@@ -101,7 +113,7 @@ class AgainstADict(RuleBasedStateMachine):
         self.version += 1
         self.store.dir = self.home / "full"
         try:
-            self.store.put(client, row(client, self.version))
+            self.store.put(client, self.given(client))
             self.expected[client] = row(client, self.version)
             self.seen.add(client)
         except RaysimError as error:
@@ -131,7 +143,7 @@ class AgainstADict(RuleBasedStateMachine):
             records.tofile(file)
         packed, expected, seen, cursors = self.kept[-1]
         self.expected, self.seen = dict(expected), set(seen)
-        self.store = ClientStateStore(N, rows * ROW, self.home / "rows")
+        self.store = self.of_rows(rows)
         client_store.check_rows(packed, self.home / "rows")
         self.store.unpack(packed, [slots(packed) for packed, *_ in self.kept])
         assert np.array_equal(self.store.cursors, cursors)
@@ -141,19 +153,46 @@ class AgainstADict(RuleBasedStateMachine):
         for client in range(N):
             assert_same(self.store.get(client), self.expected.get(client))
         assert set(np.flatnonzero(self.store.seen)) == self.seen
-        assert self.store.bytes + self.store.disk_bytes == len(self.expected) * ROW
-        assert self.store.bytes <= max(self.store.memory, ROW)
+        self.memory_is_kept()
         file = self.home / "rows" / ROWS_FILE
         assert not file.exists() or file.stat().st_size <= (3 * N + 1) * ROW
+
+    def memory_is_kept(self) -> None:
+        assert self.store.bytes + self.store.disk_bytes == len(self.expected) * ROW
+        assert self.store.bytes <= max(self.store.memory, ROW)
 
     def teardown(self) -> None:
         shutil.rmtree(self.home)
 
 
-AgainstADict.TestCase.settings = settings(
-    deadline=None, max_examples=60, stateful_step_count=40, derandomize=True, database=None
-)
-TestAgainstADict = AgainstADict.TestCase
+class OnAGPU(AgainstADict):
+    """The same of a store whose newest rows are on a GPU, as far as half of its free memory goes."""
+
+    @initialize(rows=st.integers(0, N), free=st.integers(0, 2 * N))
+    def begin(self, rows: int, free: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(torch.cuda, "mem_get_info", lambda: (free * ROW, N * ROW))
+        super().begin(rows)
+
+    def of_rows(self, rows: int) -> GpuStateStore:
+        return GpuStateStore(N, rows * ROW, self.home / "rows")
+
+    def given(self, client: int) -> KeptState:
+        return {key: torch.from_numpy(array) for key, array in super().given(client).items()}
+
+    def memory_is_kept(self) -> None:
+        assert self.store.bytes <= max(2 * self.store.memory, ROW)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.patch.undo()
+
+
+for machine in (AgainstADict, OnAGPU):
+    machine.TestCase.settings = settings(
+        deadline=None, max_examples=60, stateful_step_count=40, derandomize=True, database=None
+    )
+TestAgainstADict, TestOnAGPU = AgainstADict.TestCase, OnAGPU.TestCase
 
 
 # -- rows ------------------------------------------------------------------------------------------

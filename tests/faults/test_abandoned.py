@@ -23,7 +23,7 @@ from raysim.planning import doctor
 from raysim.reports.runs import RunSource
 from raysim.system import lock
 from raysim.tracking import abandoned
-from raysim.tracking.recorder import Clock
+from raysim.tracking.recorder import Clock, Recorder
 from raysim.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.ray
@@ -80,6 +80,14 @@ def test_a_report_marks_a_run_whose_process_died(uri, tmp_path, died):
     assert "died without a word" in run.data.tags["error"]
     assert not (died / lock.LOCK_FILE).exists()
     assert "marked" not in report(uri, tmp_path.name)[0]
+
+
+def test_what_a_process_had_not_sent_when_it_died_is_sent(uri, tmp_path, died):
+    """It had recorded its end."""
+    Recorder("", "", died).end("FINISHED")
+    assert abandoned.finish_abandoned([died]) == [died]
+    assert run_in(uri, tmp_path.name).info.status == "FINISHED"
+    assert abandoned.finish_abandoned([died]) == []
 
 
 def test_doctor_marks_the_runs_of_a_folder(uri, tmp_path, died, monkeypatch):

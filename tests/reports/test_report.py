@@ -29,6 +29,7 @@ from raysim.reports.tables.results_table import ResultsTable
 from raysim.reports.tracked import STATISTICS, TrackedRun
 from raysim.rules import contract
 from raysim.rules.methods import registry
+from raysim.runs.result import last_and_best
 from raysim.tracking import mlflow_client
 from raysim.tracking import spool_sender as tracking
 from raysim.tracking.recorder import Recorder
@@ -658,6 +659,25 @@ def test_what_was_infinite_comes_back_as_that(tmp_path: Path):
     losses = {t: {"loss": loss} for t, loss in enumerate((2.0, math.inf, math.nan, 1e300))}
     (found,) = tracked(tmp_path, losses).finished("loss")
     assert found.history == [(0, 2.0), (1, math.inf), (3, 1e300)]
+
+
+def test_values_that_are_no_numbers_are_told(tmp_path: Path):
+    """A run that diverged at once is not known by its value before training."""
+    said: list[str] = []
+    for name, losses in (("late", (2.0, 1.5, math.nan)), ("at once", (2.0, math.nan, math.nan))):
+        logged = {t: {"loss": loss} for t, loss in enumerate(losses)}
+        source = tracked(tmp_path / name, logged)
+        if name == "late":
+            (found,) = source.finished("loss", said.append)
+            assert found.history == [(0, 2.0), (1, 1.5)]
+            assert "1 run whose last 'loss' is not a number" in said[0]
+        else:
+            with pytest.raises(ConfigError, match="no run is left"):
+                source.finished("loss", said.append)
+            assert "their 'loss' is never a number" in said[1]
+    diverged = [{"round": 0.0, "loss": 2.0}, {"round": 1.0, "loss": math.nan}]
+    assert last_and_best(diverged) == {}
+    assert last_and_best(diverged[:1]) == {"loss": {"last": 2.0, "best": 2.0}}
 
 
 def test_pictures_by_the_commands(store, tmp_path: Path, raysim_):

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
+from mlflow.exceptions import MlflowException
 from support.processes import client_of as client
 from support.processes import until
 
@@ -95,6 +97,32 @@ def test_metrics_and_status_arrive_whatever_files_do(
     assert replay_spool(tmp_path / "run") == 2 and replay_spool(tmp_path / "run") == 0
     files = {file.path for file in client(settings.uri).list_artifacts(run_id)}
     assert files == {"requirements.txt", "again"}
+
+
+def test_a_connection_that_is_lost_is_no_refusal(
+    settings: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    """The file is sent again; MLflow gives the lost connection as an error of its own."""
+    kind = type(client(settings.uri))
+    send, lost = kind.log_artifact, [requests.ConnectionError("reset by peer")]
+
+    def log_artifact(*arguments: Any) -> None:
+        if lost:
+            try:
+                raise lost.pop()
+            except requests.ConnectionError as error:
+                raise MlflowException(f"API request failed with exception {error}") from error
+        send(*arguments)
+
+    monkeypatch.setattr(kind, "log_artifact", log_artifact)
+    (tmp_path / "run").mkdir()
+    tracker = Tracker(settings, tmp_path / "run")
+    run_id = tracker.start("run", {}, {})
+    (tmp_path / "run" / "notes.txt").write_text("notes")
+    tracker.artifact(tmp_path / "run" / "notes.txt")
+    tracker.finish("FINISHED")
+    assert not lost and "takes no files" not in caplog.text
+    assert [file.path for file in client(settings.uri).list_artifacts(run_id)] == ["notes.txt"]
 
 
 def test_a_name_that_the_store_refuses_costs_no_other_metric(

@@ -4,7 +4,9 @@ for a block. It takes the place of a card, and does not replace one."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,16 @@ from support.batteries import algorithm_of_each_client_rule, small
 from support.pretend_gpu import PretendGPU, pretended_gpu
 from support.programs import program
 
+from raysim import algorithms
 from raysim.data import examples as examples_module
 from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
+from raysim.engine.state.gpu_store import GpuStateStore
 from raysim.prepare.resolve import prepare
 from raysim.training.trainers.cuda_graphs import CudaGraphs
 from raysim.training.trainers.lane_trainer import LaneTrainer
 
+METHODS = Path(algorithms.__file__).parent
 NET = program("lanes_net")
 RULES = program("lanes_rules")
 KEEPING_NETS = program("keeping_nets")
@@ -68,7 +73,7 @@ def trained(base, source, monkeypatch) -> Any:
 
 
 ON_CPU = {"executor": "inline", "threads": 1}
-FEW = ("fedavg", "scaffold", "moon", "fedreg", "dpsgd")
+FEW = ("fedavg", "scaffold", "moon", "fedreg", "fedhist", "dpsgd")
 
 
 def in_training(gpu: PretendGPU) -> int:
@@ -110,6 +115,27 @@ def test_the_host_waits_once_for_each_block(algorithm, changes, trained):
     assert captures == 2 * gpu.graphs > 0
     found_once = 2 if "personal" in changes else 0  # how many parameters are personal, and where
     assert in_training(gpu) - captures == blocks * rounds + found_once, gpu.waits
+
+
+def test_what_clients_keep_stays_on_the_gpu(trained, monkeypatch):
+    """Its bits are those of a CPU: see above."""
+    rows: list[Any] = []
+    put = GpuStateStore.put
+
+    def noted(store: GpuStateStore, client: int, row: Any) -> None:
+        rows.append(row)
+        put(store, client, row)
+
+    monkeypatch.setattr(GpuStateStore, "put", noted)
+    trained("scaffold")
+    assert len(rows) == 12 and not any(value.is_cpu for row in rows for value in row.values())
+
+
+def test_no_method_takes_an_array_of_a_tensor_that_may_be_on_a_gpu():
+    """What a rule makes there by itself is on the device of its server or client."""
+    for path in METHODS.rglob("*.py"):
+        found = re.findall(r".*(?<!\.cpu\(\))\.numpy\(\).*", path.read_text())
+        assert not found, (path, found)
 
 
 @pytest.mark.parametrize("left_out", ["fork", "join"])

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -157,7 +157,8 @@ def move_states(
         The items without states, and the place of the states. If there are none or they do not fit,
         the items as they are, and None.
     """
-    states = {str(item.client): item.client_state for item in items if item.client_state}
+    # Arrays: only an inline run keeps tensors.
+    states: Any = {str(item.client): item.client_state for item in items if item.client_state}
     place = buffer.write(name, states) if states else None
     if place is None:
         return items, None

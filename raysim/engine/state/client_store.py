@@ -42,9 +42,13 @@ from torch import Tensor
 
 from raysim.errors import ConfigError, RaysimError
 from raysim.system.files import free_space, sync_to_disk
+from raysim.training.messages import KeptState
 
 StoredState = dict[str, np.ndarray]
 """A row: the arrays of one client's state, by name."""
+
+Kinds = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+"""Types and shapes of a row's arrays, by name."""
 
 ROWS_FOLDER = "rows"
 """Name of the folder (or link to a folder) in the run directory that holds the rows on disk."""
@@ -89,7 +93,7 @@ class ClientStateStore:
         self._end = 0
         self._unsynced = False
 
-    def put(self, client: int, row: StoredState | None) -> None:
+    def put(self, client: int, row: KeptState | None) -> None:
         """Store the state of a client whose upload was accepted, and mark the client as seen.
 
         Args:
@@ -102,7 +106,7 @@ class ClientStateStore:
         """
         if row:
             if not self._rows:
-                self._prepare({k: (v.dtype, v.shape) for k, v in row.items()})
+                self._prepare(kinds_of(row))
             self._check_same_kind(client, row)
             place = self._place(client)
             for key, rows in self._rows.items():
@@ -110,7 +114,7 @@ class ClientStateStore:
             self._leave_disk(client)
         self.seen[client] = True
 
-    def get(self, client: int, copy: bool = True) -> StoredState | None:
+    def get(self, client: int, copy: bool = True) -> KeptState | None:
         """Return the row of a client; None if it has none.
 
         Args:
@@ -221,7 +225,7 @@ class ClientStateStore:
 
     # -- in memory -------------------------------------------------------------------------------
 
-    def _prepare(self, kinds: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
+    def _prepare(self, kinds: Kinds) -> None:
         """Allocate arrays for as many rows as the limit allows.
 
         The operating system provides the memory when it is first written.
@@ -237,9 +241,9 @@ class ClientStateStore:
             k: np.empty((self._capacity, *shape), dtype) for k, (dtype, shape) in kinds.items()
         }
 
-    def _check_same_kind(self, client: int, row: StoredState) -> None:
+    def _check_same_kind(self, client: int, row: KeptState) -> None:
         """Raise RaysimError if a row differs from other rows in names, shapes or dtypes."""
-        kinds = {k: (row[k].dtype, row[k].shape) for k in sorted(row)}
+        kinds = dict(sorted(kinds_of(row).items()))
         expected = {k: (v.dtype, v.shape[1:]) for k, v in self._rows.items()}
         if kinds != expected:
             raise RaysimError(
@@ -357,7 +361,16 @@ class ClientStateStore:
         )
 
 
-def _described(kinds: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> str:
+def kinds_of(row: KeptState) -> Kinds:
+    """Return types and shapes of a row's arrays or tensors by name.
+
+    Args:
+        row: the state of a client.
+    """
+    return {k: (np.dtype(str(v.dtype).removeprefix("torch.")), (*v.shape,)) for k, v in row.items()}
+
+
+def _described(kinds: Kinds) -> str:
     """Return types and shapes of a row's arrays by name, for messages."""
     return ", ".join(f"{name} {dtype}{list(shape)}" for name, (dtype, shape) in kinds.items())
 

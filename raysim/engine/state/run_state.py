@@ -19,6 +19,7 @@ from raysim.engine.state import checkpoint
 from raysim.engine.state.checkpoint import Checkpoint
 from raysim.engine.state.client_store import ClientStateStore
 from raysim.engine.state.client_traffic import RunTraffic
+from raysim.engine.state.gpu_store import GpuStateStore
 from raysim.rules.contract import State, overridden
 from raysim.schedule import clock_before, make_schedule
 from raysim.server.selection import ClientHistory
@@ -39,7 +40,10 @@ class RunState(Generic[ModelHandle]):
         self.methods = plan.methods  # now: a file may change while the run trains
         self.done = 0
         """The number of rounds that are done, which is the newest version of the model."""
-        self.store = ClientStateStore(len(plan.clients), self.config.client_state.memory, rows)
+        resources = self.config.resources
+        trains_here = resources.executor == "inline" and resources.gpus
+        store = GpuStateStore if trains_here else ClientStateStore
+        self.store = store(len(plan.clients), self.config.client_state.memory, rows)
         self.client_history: ClientHistory | None = None
         """Known facts of clients, for a server rule that selects them; None for any other rule."""
         if overridden(plan.server, ["select"]):

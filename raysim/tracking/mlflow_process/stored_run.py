@@ -115,6 +115,8 @@ class StoredRun(RunInStore):
             send(self.run_id, str(path), record["folder"])
         except Exception as error:
             self._get(self.run_id)  # raises if it is the server that fails, not its files
+            if _is_connections(error):  # which is tried again
+                raise
             raise FileRefused(brief(error)) from error
 
     def _find(self, name: str) -> Any:
@@ -259,6 +261,18 @@ def _parts(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     """Yield the values in parts of at most `size`."""
     for first in range(0, len(values), size):
         yield values[first : first + size]
+
+
+def _is_connections(error: BaseException | None) -> bool:
+    """Return whether an error comes from a connection that was lost or never made."""
+    from requests import exceptions
+
+    kinds = ConnectionError, TimeoutError, exceptions.ConnectionError, exceptions.Timeout
+    while error is not None:
+        if isinstance(error, kinds):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _under(parent: str) -> dict[str, str]:

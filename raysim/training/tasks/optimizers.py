@@ -206,10 +206,13 @@ KEPT = "optimizer "
 COUNTS = ("step", "started")
 """State that is one number, or [P] after a step that left some parameters alone."""
 
+COUNT_KEYS = tuple(KEPT + key for key in COUNTS)
+"""Keys of counts in a client's state, which are read on the host."""
+
 
 def kept_state(
     optimizer: Optimizer,
-    client_state: Mapping[str, np.ndarray],
+    client_state: Mapping[str, np.ndarray | Tensor],
     w: Tensor,
     segments: Sequence[int],
 ) -> State | None:
@@ -227,6 +230,7 @@ def kept_state(
             return None
         array = client_state[KEPT + key]
         if key in COUNTS:
+            assert isinstance(array, np.ndarray)
             is_one = (array == array[0]).all()
             array = array[0] if is_one else np.repeat(array, segments)
         state[key] = own_copy(array, value)

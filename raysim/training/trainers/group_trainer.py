@@ -36,6 +36,8 @@ class GroupTrainer:
         changes_frozen = self.trainers[0].parts.server.changes_frozen
         watched = [] if changes_frozen else self.trainers
         self.watches = [HiddenChanges(trainer.task.trained, trainer.rule) for trainer in watched]
+        self.states_stay = False
+        """Whether what clients keep stays on the device of the trainers; see `UploadSum`."""
         self.evaluate_block: dict[str, EvaluateBlock] = {}
         """Evaluate the clients of a block, by the examples on which they are evaluated."""
         if members is not None:
@@ -78,7 +80,7 @@ class GroupTrainer:
         began = time.perf_counter()
         uncaptured = self._uncaptured_steps()
         first = self.trainers[0]
-        total = UploadSum(first.uploads)
+        total = UploadSum(first.uploads, self.states_stay)
         evaluations = []
         is_last = max(broadcasts, default=0) + 1 >= first.config.rounds
         with ExitStack() as watches:

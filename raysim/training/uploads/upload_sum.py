@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from raysim.config.schema import Config
-from raysim.data.examples import on_device
+from raysim.data.examples import own_copy
 from raysim.models.flat import Model
 from raysim.numerics.fixed_point import MAX_MAGNITUDE, BlockSum, FixedSum
 from raysim.numerics.host_copies import to_host
 from raysim.rules.contract import ClientRule, Report, ServerRule, State
 from raysim.rules.uploads import Kind, declared, sums, with_mode
-from raysim.training.messages import ClientResult, ClientTask, WorkerResult
+from raysim.training.messages import ClientResult, ClientTask, KeptState, WorkerResult
 from raysim.training.personal import PersonalParts
+from raysim.training.tasks.optimizers import COUNT_KEYS
 from raysim.training.uploads.client_level_dp import UNCLIPPED
 from raysim.training.uploads.client_update import ClientUpdate
 
@@ -163,10 +163,13 @@ class UploadSum:
 
     Args:
         uploads: the uploads of every client, with their modes.
+        states_stay: whether what clients keep stays on a GPU, as tensors. Otherwise the results
+            have arrays of NumPy, which can be sent.
     """
 
-    def __init__(self, uploads: UploadLayout):
+    def __init__(self, uploads: UploadLayout, states_stay: bool = False):
         self.uploads = uploads
+        self.states_stay = states_stay
         self._sums = {f"{mode} {key}": FixedSum(uploads.is_float64) for mode, key in uploads.sums}
         self._outcome = WorkerResult()
 
@@ -182,7 +185,7 @@ class UploadSum:
         # Results come after the check, which sets the `error` of refused updates.
         good = [update for update in updates if update.error is None]
         sums = self._block_sums(good)
-        finite = _bring_to_host(updates, good, sums)
+        finite = _bring_to_host(updates, good, sums, self.states_stay)
         good, sums = self._accepted(good, sums, finite)
         self._outcome.clients += [self._done(update) for update in updates]
         self._outcome.ids += [update.task.client for update in good]
@@ -287,7 +290,9 @@ class UploadSum:
         for key, value in update.report.items():
             if key.startswith("metric/"):
                 metrics[key.removeprefix("metric/")] = float(value)
-        kept = {k: v.numpy().copy() for k, v in update.client_state.items()}
+        kept: KeptState = {}
+        for key, value in update.client_state.items():
+            kept[key] = value.numpy().copy() if value.is_cpu else value.detach().clone()
         return ClientResult(
             update.task.client,
             float(update.loss),
@@ -302,6 +307,7 @@ def _bring_to_host(
     updates: list[ClientUpdate],
     good: list[ClientUpdate],
     sums: Mapping[tuple[str, str], BlockSum],
+    states_stay: bool,
 ) -> list[dict[str, Tensor]]:
     """Replace what the host reads of a block by copies there, for which it waits once.
 
@@ -309,6 +315,7 @@ def _bring_to_host(
         updates: all updates; their losses, metrics and states are replaced.
         good: those without an error.
         sums: their sums; their extremes are replaced.
+        states_stay: whether states stay where they are, but for the counts of optimizers.
 
     Returns:
         For each of the updates without an error, whether the tensors are finite that it keeps.
@@ -320,14 +327,17 @@ def _bring_to_host(
     metrics = []
     for update in updates:
         metrics.append({k: v for k, v in update.report.items() if k.startswith("metric/")})
-    states = [update.client_state for update in updates]
+    states = []
+    for update in updates:
+        kept = update.client_state.items()
+        states.append({k: v for k, v in kept if not states_stay or k in COUNT_KEYS})
     extremes = {f"{k}": v.extremes for k, v in sums.items() if v.extremes is not None}
     losses, extremes, *on_host = _dicts_to_host([losses, extremes, *metrics, *states, *finite])
     n = len(updates)
     for i, update in enumerate(updates):
         update.loss = losses[f"{i}"]
         update.report = {**update.report, **on_host[i]}
-        update.client_state = on_host[n + i]
+        update.client_state = {**update.client_state, **on_host[n + i]}
     for key, block in sums.items():
         block.extremes = extremes.get(f"{key}")
     return on_host[2 * n :]
@@ -347,7 +357,7 @@ def _weight(mode: str, task: ClientTask) -> float:
 def _sent_last(task: ClientTask, key: str, like: Tensor) -> Tensor | float:
     """Return the last upload of a client in float64, in the shape of `like`; 0 if there is none."""
     last = None if task.client_state is None else task.client_state.get(last_upload_key(key))
-    return 0.0 if last is None else on_device(np.array(last), like.device).double().view(like.shape)
+    return 0.0 if last is None else own_copy(last, like).double().view(like.shape)
 
 
 def last_upload_key(key: str) -> str:
