@@ -17,6 +17,7 @@ from raysim.reports.selecting import resolved
 from raysim.reports.table_row import TableRow
 from raysim.reports.tables.results_table import CrossTable, ResultsTable
 from raysim.reports.tracked import (
+    LAST_EVALUATIONS,
     STATISTICS,
     CostUnit,
     MetricMissing,
@@ -112,6 +113,9 @@ def table_report(
         best_of=split_keys(best_of),
         say=say,
     )
+    few = [run for run in runs if len(run.trained) < LAST_EVALUATIONS]
+    if "last10" in statistics and few:
+        say(f"last10 of {counted(len(few), 'run')} with fewer evaluations is the mean of all")
     for others in runs_of_others:
         rows = _with_metric(rows, others, statistics, chooser)
     if paper:

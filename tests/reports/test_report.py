@@ -770,6 +770,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> str:
             }
             if rule == "other.py:Theirs":
                 del metrics["wer"]
+            if seed == 0:
+                metrics["early"] = [0.1, 0.2]
             run_id = client.create_run(experiment).info.run_id
             points = [
                 Metric(name, value, 0, t)
@@ -818,6 +820,14 @@ def test_several_metrics_at_the_last_and_at_the_chosen_round(measured, raysim_):
         r"& 4 $\pm$ 0 & 1.5 $\pm$ 0.7 & 3"
     )
     assert theirs.startswith(r"$\beta$_1 & 2 & \textbf{55.00 $\pm$ 7.07} & \textbf{70.00")
+
+
+def test_a_mean_of_fewer_seeds_or_evaluations_says_so(measured, raysim_):
+    asked = ("--metric", "accuracy,early", "--statistic", "last10", "--uri", measured)
+    said = raysim_("report", "table", "study", *asked)
+    mine = said.out.splitlines()[2].split(" | ")
+    assert mine[:4] == ["| Mine", "2", "50.00 ± 0.00", "0.2 (1/2)"]
+    assert "last10 of 4 runs with fewer evaluations is the mean of all" in said.err
 
 
 def test_several_metrics_as_a_frame(measured):

@@ -126,8 +126,17 @@ def arrival(row: TableRow, cost_unit: CostUnit) -> str:
         return MISSING_TEXT
     if cost_unit == "bytes":
         cost = MeanStd(cost.mean / 1e6, cost.std and cost.std / 1e6, cost.n)
-    missed = f" ({cost.n}/{row.seeds})" if cost.n < row.seeds else ""
-    return cost_text(cost) + missed
+    return cost_text(cost) + share_of_seeds(cost.n, row)
+
+
+def share_of_seeds(n: int, row: TableRow) -> str:
+    """Return how many of a row's runs have a value, as text; "" if all do.
+
+    Args:
+        n: number of runs with a value.
+        row: the row.
+    """
+    return f" ({n}/{row.seeds})" if 0 < n < row.seeds else ""
 
 
 def published_rounds(rounds: float) -> str:

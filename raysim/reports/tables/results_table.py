@@ -34,6 +34,7 @@ from raysim.reports.tables.cell_texts import (
     mean_text,
     number,
     published_rounds,
+    share_of_seeds,
 )
 from raysim.reports.tracked import CostUnit, TrackedRun
 from raysim.reports.value_names import Names, named
@@ -361,9 +362,13 @@ def _headers(table: Sequence[TableRow]) -> dict[str, str]:
 
 
 def _values(table: Sequence[TableRow], figure: Figure) -> Columns:
-    """Return a column of results."""
-    header = figure.header(_alone(table))
-    return {header: [mean_text(row.values[figure], figure.percent) for row in table]}
+    """Return a column of results, of which some runs of a row may have none."""
+    texts = []
+    for row in table:
+        value = row.values[figure]
+        seeds = share_of_seeds(value.n, row) if value else ""
+        texts.append(mean_text(value, figure.percent) + seeds)
+    return {figure.header(_alone(table)): texts}
 
 
 def _published_best_values(table: Sequence[TableRow], figure: Figure) -> Columns:
