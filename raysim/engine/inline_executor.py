@@ -43,7 +43,7 @@ class Inline:
         on_gpu = bool(resources.gpus or resources.server_on_gpu)
         self._restore_process = configure_process(resources, on_gpu)
         self.trainer = make_trainer(plan, self.device)
-        self.trainer.states_stay = bool(resources.gpus)  # see `GpuStateStore`
+        self.trainer.serves_this_process = True
         self.server = make_server(plan, self.server_device)
         self.evaluator = Evaluator(plan, self.server_device)
 

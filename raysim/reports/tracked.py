@@ -235,7 +235,7 @@ def with_histories(
         for run, points in zip(single, histories, strict=True)
     ]
     with_values = filter(attrgetter("history"), runs)
-    runs = kept(runs, with_values, f"their '{metric}' is never a number", say)
+    runs = kept(runs, with_values, f"their '{metric}' is never a number after round 0", say)
     if cost_unit != "rounds":
         with_costs = filter(attrgetter("costs"), runs)
         runs = kept(runs, with_costs, f"they do not log their {cost_unit}", say)

@@ -15,7 +15,7 @@ from raysim.config.references import load_file, load_object
 from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError
 from raysim.runs.given_again import call_with, given_objects
-from raysim.runs.run_dir import TEMPORARY_PREFIX
+from raysim.runs.run_dir import TEMPORARY_PREFIX, is_closed
 from raysim.system import files
 
 Parameters = ParamSpec("Parameters")
@@ -79,6 +79,8 @@ def how_to_continue(folder: Path, in_python: bool = False) -> str:
     kept = f"what was done is kept in {folder}"
     if folder.name.startswith(TEMPORARY_PREFIX):
         kept += ", which is removed when Python exits"
+    if is_closed(folder):
+        return f"the run is finished, and raysim.load({str(folder)!r}) gives its result"
     if not saved:
         return f"{kept}, without a checkpoint; {resume} continues from the beginning"
     return (

@@ -26,8 +26,9 @@ logger = logging.getLogger("raysim.tracking")
 
 FLUSH_INTERVAL_S = 1.0
 """Seconds between two batches."""
-START_TIMEOUT_S = {"http": 7.0, "database": 60.0}
-"""Seconds without a sign of life after which `start` gives up. To create a database takes a few."""
+START_TIMEOUT_S = {"http": 30.0, "database": 60.0}
+"""Seconds without a sign of life after which `start` gives up. To open a run takes several calls,
+and MLflow itself ends one that is not answered; to create a database takes a few seconds."""
 DRAIN_TIMEOUT_S = {"up": 20.0, "down": 5.0}
 """Seconds that `finish` gives the writer, by the last known state of the server."""
 SILENT_DRAIN_S = 3.0

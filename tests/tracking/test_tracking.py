@@ -395,7 +395,6 @@ def test_dead_server_when_required(nowhere: str, tmp_path: Path) -> None:
 
 def test_silent_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes the connection and never answers."""
-    assert tracking.START_TIMEOUT_S["http"] < 10, "as `start` promises"
     monkeypatch.setitem(tracking.START_TIMEOUT_S, "http", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         begin = time.monotonic()

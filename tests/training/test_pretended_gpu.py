@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.batteries import algorithm_of_each_client_rule, small
-from support.pretend_gpu import PretendGPU, pretended_gpu
+from support.pretend_gpu import GPUTensor, PretendGPU, pretended_gpu
 from support.programs import program
 
 from raysim import algorithms
@@ -21,6 +21,7 @@ from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.state.gpu_store import GpuStateStore
 from raysim.prepare.resolve import prepare
+from raysim.training.trainers import group_trainer
 from raysim.training.trainers.cuda_graphs import CudaGraphs
 from raysim.training.trainers.lane_trainer import LaneTrainer
 
@@ -117,7 +118,8 @@ def test_the_host_waits_once_for_each_block(algorithm, changes, trained):
     assert in_training(gpu) - captures == blocks * rounds + found_once, gpu.waits
 
 
-def test_what_clients_keep_stays_on_the_gpu(trained, monkeypatch):
+@pytest.mark.parametrize("free", [10_000_000, 1_000])
+def test_what_clients_keep_stays_on_the_gpu_if_it_fits(trained, monkeypatch, free):
     """Its bits are those of a CPU: see above."""
     rows: list[Any] = []
     put = GpuStateStore.put
@@ -127,13 +129,17 @@ def test_what_clients_keep_stays_on_the_gpu(trained, monkeypatch):
         put(store, client, row)
 
     monkeypatch.setattr(GpuStateStore, "put", noted)
+    monkeypatch.setattr(group_trainer, "free_bytes", lambda gpus: free)
     trained("scaffold")
-    assert len(rows) == 12 and not any(value.is_cpu for row in rows for value in row.values())
+    kinds = {type(value) for row in rows for value in row.values()}
+    assert len(rows) == 12 and kinds == {GPUTensor if free > 1_000 else np.ndarray}
 
 
 def test_no_method_takes_an_array_of_a_tensor_that_may_be_on_a_gpu():
     """What a rule makes there by itself is on the device of its server or client."""
-    for path in METHODS.rglob("*.py"):
+    paths = sorted(METHODS.rglob("*.py"))
+    assert len(paths) > 50
+    for path in paths:
         found = re.findall(r".*(?<!\.cpu\(\))\.numpy\(\).*", path.read_text())
         assert not found, (path, found)
 

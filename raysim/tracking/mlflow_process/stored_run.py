@@ -36,6 +36,8 @@ class StoredRun(RunInStore):
         """Warnings for the log."""
         self._client: Any = None
         self._experiment_id = ""
+        self._lost = ""
+        """File that was being sent when a connection was lost."""
         # Which steps a reopened run has, by metric; None for a run that was created here: all of it
         # came from here.
         self._steps: dict[str, set[int]] | None = {} if self.run_id else None
@@ -115,7 +117,8 @@ class StoredRun(RunInStore):
             send(self.run_id, str(path), record["folder"])
         except Exception as error:
             self._get(self.run_id)  # raises if it is the server that fails, not its files
-            if _is_connections(error):  # which is tried again
+            if _is_connections(error) and self._lost != record["path"]:
+                self._lost = record["path"]  # it is tried again, once
                 raise
             raise FileRefused(brief(error)) from error
 

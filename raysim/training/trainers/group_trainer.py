@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
+from raysim.data.examples import free_bytes
 from raysim.models.checks.hidden_changes import HiddenChanges
 from raysim.training.messages import Block, Broadcast, ClientEvaluation, WorkerResult
 from raysim.training.trainers.trainer import Trainer
@@ -36,8 +37,9 @@ class GroupTrainer:
         changes_frozen = self.trainers[0].parts.server.changes_frozen
         watched = [] if changes_frozen else self.trainers
         self.watches = [HiddenChanges(trainer.task.trained, trainer.rule) for trainer in watched]
-        self.states_stay = False
-        """Whether what clients keep stays on the device of the trainers; see `UploadSum`."""
+        self.serves_this_process = False
+        """Whether the results stay in this process, so that they may have tensors on a GPU."""
+        self._states_stay: bool | None = None
         self.evaluate_block: dict[str, EvaluateBlock] = {}
         """Evaluate the clients of a block, by the examples on which they are evaluated."""
         if members is not None:
@@ -53,6 +55,23 @@ class GroupTrainer:
                 for key, value in everything.items()
                 if key not in state
             }
+
+    def states_stay(self, nbytes: int) -> bool:
+        """Return whether what clients keep stays on the GPU, which is decided once.
+
+        It does if the states of all clients fit into `client_state.memory` and into a quarter of
+        the memory that is free: a round has the states of its clients before and after it.
+
+        Args:
+            nbytes: bytes of the state of one client.
+        """
+        if self._states_stay is None:
+            config, clients = self.trainers[0].config, self.trainers[0].parts.clients
+            self._states_stay = False
+            if self.serves_this_process and config.resources.gpus:
+                room = min(config.client_state.memory, free_bytes(config.resources.gpus) // 4)
+                self._states_stay = nbytes * len(clients) <= room
+        return self._states_stay
 
     def of_client(self, client: int) -> Trainer:
         """Return the trainer of a client's group.

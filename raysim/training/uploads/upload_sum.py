@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -163,11 +163,13 @@ class UploadSum:
 
     Args:
         uploads: the uploads of every client, with their modes.
-        states_stay: whether what clients keep stays on a GPU, as tensors. Otherwise the results
-            have arrays of NumPy, which can be sent.
+        states_stay: whether states of so many bytes for each client stay on a GPU, as tensors.
+            Otherwise the results have arrays of NumPy, which can be sent.
     """
 
-    def __init__(self, uploads: UploadLayout, states_stay: bool = False):
+    def __init__(
+        self, uploads: UploadLayout, states_stay: Callable[[int], bool] = lambda nbytes: False
+    ):
         self.uploads = uploads
         self.states_stay = states_stay
         self._sums = {f"{mode} {key}": FixedSum(uploads.is_float64) for mode, key in uploads.sums}
@@ -185,7 +187,9 @@ class UploadSum:
         # Results come after the check, which sets the `error` of refused updates.
         good = [update for update in updates if update.error is None]
         sums = self._block_sums(good)
-        finite = _bring_to_host(updates, good, sums, self.states_stay)
+        nbytes = max((sum(v.nbytes for v in u.client_state.values()) for u in good), default=0)
+        states_stay = nbytes > 0 and self.states_stay(nbytes)
+        finite = _bring_to_host(updates, good, sums, states_stay)
         good, sums = self._accepted(good, sums, finite)
         self._outcome.clients += [self._done(update) for update in updates]
         self._outcome.ids += [update.task.client for update in good]
@@ -292,7 +296,10 @@ class UploadSum:
                 metrics[key.removeprefix("metric/")] = float(value)
         kept: KeptState = {}
         for key, value in update.client_state.items():
-            kept[key] = value.numpy().copy() if value.is_cpu else value.detach().clone()
+            if value.is_cpu:
+                kept[key] = value.numpy().copy()
+            else:  # laid out as an array would be
+                kept[key] = value.detach().clone(memory_format=torch.contiguous_format)
         return ClientResult(
             update.task.client,
             float(update.loss),
