@@ -55,7 +55,7 @@ class FedDynClient(ClientRule):
         scale = data.average / max(data.n, 1) if self.scale_alpha else 1.0
         return {
             "lambda": client_state["lambda"],
-            "alpha": shared["x"].new_tensor(self.alpha * scale),
+            "alpha": shared["x"].new_full((), self.alpha * scale),
         }
 
     def direction(self, shared: State, state: State, batch: Batch, task: Task) -> Tensor:

@@ -95,7 +95,10 @@ class FedNovaClient(ClientRule):
         a = sum((1 - task.lr * self.mu) ** k for k in range(task.steps))
         if self.rho:
             a = sum((1 - self.rho**k) / (1 - self.rho) for k in range(1, task.steps + 1))
-        return {"normalised": (shared["x"] - state["w"]) / a, "a": shared["x"].new_tensor([a])}, {}
+        return {
+            "normalised": (shared["x"] - state["w"]) / a,
+            "a": shared["x"].new_full((1,), a),
+        }, {}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class APFLClient(ClientRule):
     """Weight of the own model at first."""
 
     def state(self, task):
-        alpha = task.x0.new_tensor(self.alpha)
+        alpha = task.x0.new_full((), self.alpha)
         return {"v": task.x0, "alpha": alpha, "buffers": task.initial_buffers}
 
     def init(self, shared, client_state, data, task):

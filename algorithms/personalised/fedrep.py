@@ -32,7 +32,7 @@ class FedRepClient(ClientRule):
         left = min(max(round(self.head_share * steps), 1), steps - 1)
         head = task.part("classifier")
         body = ~head if steps > 1 else torch.ones_like(head)
-        return {"head": head, "body": body, "left": task.x0.new_tensor(left)}
+        return {"head": head, "body": body, "left": task.x0.new_full((), left)}
 
     def step(self, shared, state, batch, task):
         in_turn = torch.where(state["left"] > 0, state["head"], state["body"])

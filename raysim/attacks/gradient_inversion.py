@@ -23,6 +23,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.diagnostics import recorded_updates
 from raysim.diagnostics.recorded_updates import Observation
 from raysim.engine.plan import Plan
+from raysim.engine.process_setup import configure_process
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.runs.run_dir import check_has_run
@@ -86,7 +88,10 @@ def attack(
     plan = prepare(
         folder / "config.yaml", {f"resources.{key}": value for key, value in inline.items()}
     )
-    result = invert(plan, observations, options, progress)
+    with ExitStack() as restored:
+        if options.device == "cuda":
+            restored.callback(configure_process(plan.config.resources, on_gpu=True))
+        result = invert(plan, observations, options, progress)
     return result, write_attack(result, plan, folder)
 
 

@@ -18,6 +18,7 @@ from raysim.attacks.attack_options import AttackOptions
 from raysim.diagnostics.recorded_updates import Observation
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, RaysimError, in_a_line
+from raysim.models.default_device import tensors_on
 from raysim.models.flat import Model
 from raysim.randomness import generator
 from raysim.rules import Batch, ClientRule, LocalData, Loss, task_loss
@@ -129,12 +130,15 @@ def simulated(
     task = _AttackTask(model, facts, broadcast.buffers, (1, 0))
     client_state = {"seen": torch.zeros((), dtype=torch.bool, device=global_params.device)}
     # The client's own parameters, which are another tensor than those of the broadcast.
-    state = {"w": global_params.clone(), **rule.init(broadcast.shared, client_state, data, task)}
+    with tensors_on(global_params.device):
+        begun = rule.init(broadcast.shared, client_state, data, task)
+    state = {"w": global_params.clone(), **begun}
     batch = Batch(x, y)
-    if rule.prepares:
-        batch = replace(batch, prepared=rule.prepare(broadcast.shared, batch, task))
-    state = rule.step(broadcast.shared, state, batch, task)
-    report, _ = rule.finish(broadcast.shared, state, client_state, data, task)
+    with tensors_on(global_params.device):
+        if rule.prepares:
+            batch = replace(batch, prepared=rule.prepare(broadcast.shared, batch, task))
+        state = rule.step(broadcast.shared, state, batch, task)
+        report, _ = rule.finish(broadcast.shared, state, client_state, data, task)
     return report["delta"] / facts.lr
 
 

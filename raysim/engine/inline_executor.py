@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from numpy.random import Generator
 
@@ -34,6 +34,7 @@ class Inline:
 
     def __init__(self) -> None:
         self.recoveries: Counter[str] = Counter()
+        self._restore_process: Callable[[], None] = lambda: None
 
     def open(self, plan: Plan) -> None:
         """Create trainer, server and evaluator in this process. See `Executor.open`."""

@@ -23,6 +23,7 @@ from raysim.engine.plan import (
     measures_clients,
 )
 from raysim.errors import ProbeError, round_name
+from raysim.models.default_device import tensors_on
 from raysim.rules.errors.user_code import translate_errors
 from raysim.server.round_cohort import RoundCohort
 from raysim.training.client_start import PreparedClient
@@ -211,7 +212,8 @@ def _guarded_evaluate(probe: Probe) -> Callable[[Trainer, EvaluatedModel], dict[
 
     def evaluate(trainer: Trainer, model: EvaluatedModel) -> dict[str, float]:
         place = f"after {model.rounds_done} rounds: "
-        with guarded(probe, "evaluate", place), _unchanged(model.shared):
+        on_device = tensors_on(trainer.model.device)
+        with on_device, guarded(probe, "evaluate", place), _unchanged(model.shared):
             return _named(probe, probe.evaluate(trainer, model))
 
     return evaluate

@@ -111,7 +111,8 @@ class Model:
             warnings.filterwarnings("ignore", "RNN module weights are not part of single contig")
         self.frame = ForwardContext()
         x, _ = self.examples(2)
-        self.statistics = find_statistics(net, x)
+        with tensors_on(self.device):
+            self.statistics = find_statistics(net, x)
         """The buffers that training moves, in the order of the flat vector."""
         self.buffer_size = sum(statistic.size for statistic in self.statistics)
         """Q, the number of numbers of all statistics."""

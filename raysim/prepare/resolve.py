@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from raysim.data import Dataset, load_dataset
 from raysim.data.partition.groups import local_of_groups
 from raysim.engine.plan import Plan, measures_clients
 from raysim.engine.probes import name_of as name_of_probe
-from raysim.engine.process_setup import gradients, torch_threads
+from raysim.engine.process_setup import configure_process, gradients, torch_threads
 from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import sample_outputs
 from raysim.models.checks.deterministic_layers import check_deterministic_layers
@@ -278,11 +279,14 @@ def try_rules(plan: Plan, config: Config) -> None:
     resources = plan.config.resources
     if resources.gpus and resources.deterministic and torch.cuda.is_available():
         check_deterministic_layers(plan.net, plan.model("cuda:0"))
-    learning_task.dry_run_task(plan)
     client_key = f"{config.section_of_rule('client')}.name"
     server_key = f"{config.section_of_rule('server')}.name"
-    client_rule.dry_run_rules(plan, client_key, server_key)
-    server_rule.dry_run_server_rule(plan, server_key)
+    with ExitStack() as restored:
+        if resources.gpus and torch.cuda.is_available():  # with the kernels of the run
+            restored.callback(configure_process(resources, on_gpu=True))
+        learning_task.dry_run_task(plan)
+        client_rule.dry_run_rules(plan, client_key, server_key)
+        server_rule.dry_run_server_rule(plan, server_key)
 
 
 def _groups(config: Config, rules: Rules) -> tuple[ClientGroup, ...]:

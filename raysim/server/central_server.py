@@ -14,7 +14,7 @@ from numpy.random import Generator
 from torch import Tensor
 
 from raysim.errors import RaysimError
-from raysim.models.default_device import tensors_on
+from raysim.models.default_device import brought_to, tensors_on
 from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import ServerRule, State, overridden
 from raysim.rules.errors.returned_values import check_tensors
@@ -203,10 +203,12 @@ class Server:
                 self.admitted = Prepared(following.t, self.cohort.metrics)
             shared = rule.broadcast({**self.state})
             check_tensors(rule, "broadcast", shared)
+            shared = brought_to(shared, self.device)
             evaluated = None
             if overridden(rule, ["for_evaluation"]):
                 evaluated = rule.for_evaluation({**self.state})
                 check_evaluated(rule, shared, evaluated)
+                evaluated = brought_to(evaluated, self.device)
         for step in self.steps:
             of_step = step.shared(self.state["x"].device)
             shared = {**shared, **of_step}
@@ -448,7 +450,9 @@ def _base_params(
     """Return the parameters that each client of a round started from, [P]."""
     started_from = []
     for client, version in zip(reports.ids, reports.versions, strict=True):
-        started_from.append(rule.sent_to(bases[version].shared, client)["x"])
+        base = bases[version]
+        with tensors_on(base.global_params.device):
+            started_from.append(rule.sent_to(base.shared, client)["x"])
     return started_from
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.errors import ConfigError, RaysimError, round_name
+from raysim.models.default_device import tensors_on
 from raysim.rules.contract import ClientRule, ServerRule, overridden
 from raysim.rules.errors.returned_values import check_tensors
 from raysim.rules.errors.user_code import breach, translate_errors
@@ -132,7 +133,8 @@ def tampered(
     others = np.setdiff1d(np.arange(len(reports.ids)), positions)
     group_uploads = {key: uploads[positions] for key, uploads in arrived.items()}
     failed = f"{round_name(reports.round)}: collude of client rule '{rule.name}' failed: "
-    with translate_errors(lambda text: RaysimError(failed + text)):
+    device = next(iter(arrived.values())).device
+    with tensors_on(device), translate_errors(lambda text: RaysimError(failed + text)):
         returned = rule.collude(
             {key: uploads.clone() for key, uploads in group_uploads.items()},
             {key: uploads[others] for key, uploads in arrived.items()},

@@ -14,7 +14,7 @@ from torch import Tensor
 from raysim.config.schema import Config
 from raysim.data.examples import own_copy
 from raysim.models.build import make_net
-from raysim.models.default_device import brought_to
+from raysim.models.default_device import brought_to, tensors_on
 from raysim.models.flat import Model
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
@@ -236,8 +236,11 @@ class ClientStart:
         rule = self.parts.server
         if not overridden(rule, ["sent_to"]):
             return broadcast
-        shared = rule.sent_to(broadcast.shared, client)
+        device = broadcast.global_params.device
+        with tensors_on(device):
+            shared = rule.sent_to(broadcast.shared, client)
         check_sent_to(rule, shared, broadcast.global_params)
+        shared = brought_to(shared, device)
         of_engine = {k: v for k, v in broadcast.shared.items() if k not in rule.provides}
         return Broadcast({**of_engine, **shared}, broadcast.buffers)
 
@@ -284,7 +287,7 @@ def begun_by_rule(task: LoopTask, client: ReceivedModel) -> ReceivedModel:
         local_params=w,
         buffers=client.buffers if buffers is None else buffers,
         names_buffers=buffers is not None,
-        carried=carried[0] if carried else {},
+        carried=brought_to(carried[0], w.device) if carried else {},
     )
 
 

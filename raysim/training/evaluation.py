@@ -82,11 +82,12 @@ def measure(
             if classes:
                 hits = y[predicted_classes(outputs) == y]
                 of_class += torch.stack([torch.bincount(p, minlength=classes) for p in (hits, y)])
-    values = {}
-    for metric, parts in zip(metrics, rows, strict=True):
-        with _named(metric, of_client):
-            values[metric.name] = float(metric.value(_whole(parts)))
-    return {**values, "loss": loss.value(), **_accuracies(of_class)}
+        values = {}
+        for metric, parts in zip(metrics, rows, strict=True):
+            with _named(metric, of_client):
+                values[metric.name] = float(metric.value(_whole(parts)))
+        values["loss"] = loss.value()
+    return {**values, **_accuracies(of_class)}
 
 
 def _accuracies(of_class: Tensor) -> dict[str, float]:

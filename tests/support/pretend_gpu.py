@@ -482,6 +482,8 @@ class PretendGPU(TorchDispatchMode):
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         stream = self.begin()
         given = [x for x in _tensors(args, kwargs) if isinstance(x, GPUTensor)]
+        if self.graph is not None:
+            args, kwargs = tree_map(_launched, (args, kwargs))
         held_args, held_kwargs = tree_map(_held, (args, kwargs))
         keys = {key_of(x.held_in) for x in given}
         written = self._written(func, args, kwargs)
@@ -586,6 +588,12 @@ def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors among the arguments of an operation, also those in lists."""
     lists = [a if isinstance(a, list | tuple) else (a,) for a in (*args, *kwargs.values())]
     return [leaf for leaves in lists for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _launched(value: Any) -> Any:
+    """Return an argument as a kernel gets it at its launch: a single number of the host by value."""
+    is_number = isinstance(value, Tensor) and not isinstance(value, GPUTensor) and not value.ndim
+    return value.clone() if is_number else value
 
 
 def _held(leaf: Any) -> Any:

@@ -12,6 +12,7 @@ from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import EXAMPLES
 from raysim.models.checks.original_net import original_copy
 from raysim.models.comparison import layer_names
+from raysim.models.default_device import tensors_on
 from raysim.models.flat import Model
 from raysim.system.deterministic_kernels import operation_without_kernel, use_deterministic_kernels
 from raysim.system.global_generators import generators_kept
@@ -42,7 +43,7 @@ def check_deterministic_layers(net: nn.Module, model: Model) -> None:
             )
     restore = use_deterministic_kernels()
     try:
-        with generators_kept():
+        with generators_kept(), tensors_on(model.device):
             _differentiate(original(model.examples(EXAMPLES)[0]))
     except RuntimeError as error:
         operation = operation_without_kernel(error)

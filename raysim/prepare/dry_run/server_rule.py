@@ -25,7 +25,7 @@ from raysim.engine.process_setup import make_server
 from raysim.engine.round_clients import weigh
 from raysim.errors import ContractError, RaysimError
 from raysim.models.comparison import same_values
-from raysim.prepare.dry_run.client_rule import keeps_something, only_breaches, try_rule
+from raysim.prepare.dry_run.client_rule import keeps_something, only_breaches, repeated, try_rule
 from raysim.prepare.dry_run.small_clients import (
     LARGE_NET_PARAMETERS,
     SmallClients,
@@ -85,7 +85,7 @@ def check_contract(plan: Plan) -> None:
         _refuse_use_of_rounds(plan)
         for first, second in zip(_train_two_rounds(plan), _train_two_rounds(plan), strict=False):
             for key in first.keys() & second.keys():
-                if not same_values(first[key], second[key]):
+                if not repeated(plan, first[key], second[key]):
                     raise keeps_something(rule, f"the state has a '{key}' that differs")
         if overridden(plan.server, ["select"]):
             metrics = _reported_metrics(plan)

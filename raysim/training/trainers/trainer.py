@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from raysim.errors import ContractError
 from raysim.models.default_device import brought_to, tensors_on
@@ -175,7 +177,9 @@ class Trainer(ABC):
                 for name, request in update.task.requests.items():
                     measure = self.parts.measures[name]
                     with tensors_on(self.model.device):
-                        update.measured[name] = measure(self, client, update, request)
+                        measured = measure(self, client, update, request)
+                    # Another process may have no GPU, or another one.
+                    update.measured[name] = tree_map_only(Tensor, Tensor.cpu, measured)
         return updates
 
     @abstractmethod

@@ -27,6 +27,7 @@ class Habits(ClientRule):
         mask = torch.zeros(len(g), dtype=torch.bool)
         mask[torch.arange(40)] = True
         g = torch.where(mask, g, g + 0.01 / state["n"])
+        g = g + shared["falling"] * state["w"]
         return g + 0.001 * state["pull"] * torch.full((len(g),), 2.0)
 
     @staticmethod
@@ -44,11 +45,14 @@ class Habits(ClientRule):
 
 @dataclass(frozen=True)
 class Table(ServerRule):
-    """Momentum, and a table of the clients that have been seen."""
+    """Momentum, a number that is another one in each round, and a table of the clients seen."""
 
     def init(self, x0, problem):
         v = torch.zeros(problem.size)
         return {"x": x0, "v": v, "t": torch.tensor(0.0), "seen": torch.zeros(problem.n_clients)}
+
+    def broadcast(self, state):
+        return {"x": state["x"], "falling": torch.tensor(0.1 / (1 + float(state["t"])))}
 
     def update(self, state, reports):
         seen = state["seen"].clone()
