@@ -97,7 +97,7 @@ class FedNovaClient(ClientRule):
             a = sum((1 - self.rho**k) / (1 - self.rho) for k in range(1, task.steps + 1))
         return {
             "normalised": (shared["x"] - state["w"]) / a,
-            "a": shared["x"].new_full((1,), a),
+            "a": shared["x"].new_full((1,), float(a)),
         }, {}
 
 

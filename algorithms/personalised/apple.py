@@ -46,7 +46,7 @@ class APPLEClient(ClientRule):
         p, n, passed = shared["p"], shared["examples"], min(task.t / self.L, 1)
         cosine = (1 + math.cos(math.pi * passed)) / 2
         falling = cosine if self.scheduler == "cosine" else 0.001**passed
-        pull = p.new_full((), self.mu * falling * (passed < 1))
+        pull = p.new_full((), float(self.mu * falling * (passed < 1)))
         own = torch.eye(len(p)).to(p)[task.client]
         return {"p": p, "p0": n / n.sum(), "own": own, "pull": pull}
 

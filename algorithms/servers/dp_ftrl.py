@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from raysim.algorithms.fedavg import FedAvgClient
+from raysim.numerics import weighted_sum
 from raysim.rules import Algorithm, NonNegative, Positive, PositiveInt, ServerRule
 
 
@@ -51,7 +52,8 @@ class DPFTRLServer(ServerRule):
 
     def update(self, state, reports):
         deltas, nodes = reports.per_client("delta"), state["nodes"].clone()
-        total = state["sum"] + (self.clip / deltas.norm(dim=1)).clamp(max=1) @ deltas
+        factors = (self.clip / deltas.norm(dim=1)).clamp(max=1).tolist()
+        total = state["sum"] + weighted_sum(deltas, factors)
         t = int(state["t"]) + 1
         level = (t & -t).bit_length() - 1
         nodes[:level] = 0  # whose sum is in the new node

@@ -113,9 +113,8 @@ def table_report(
         best_of=split_keys(best_of),
         say=say,
     )
-    few = [run for run in runs if len(run.trained) < LAST_EVALUATIONS]
-    if "last10" in statistics and few:
-        say(f"last10 of {counted(len(few), 'run')} with fewer evaluations is the mean of all")
+    if "last10" in statistics:
+        _say_few_evaluations(runs, say)
     for others in runs_of_others:
         rows = _with_metric(rows, others, statistics, chooser)
     if paper:
@@ -136,6 +135,13 @@ def table_report(
         across = _across(columns, split_keys(group), runs, crossed)
         table = CrossTable(rows, cost_unit, runs=runs, across=across)
     return replace(table, names=names_given(label, table.nameable()))
+
+
+def _say_few_evaluations(runs: Sequence[TrackedRun], say: Say) -> None:
+    """Say of how many runs last10 is a mean of fewer evaluations."""
+    few = [run for run in runs if len(run.trained) < LAST_EVALUATIONS]
+    if few:
+        say(f"last10 of {counted(len(few), 'run')} with fewer evaluations is the mean of all")
 
 
 def _across(
