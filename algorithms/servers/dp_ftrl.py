@@ -53,7 +53,7 @@ class DPFTRLServer(ServerRule):
     def update(self, state, reports):
         deltas, nodes = reports.per_client("delta"), state["nodes"].clone()
         factors = (self.clip / deltas.norm(dim=1)).clamp(max=1).tolist()
-        total = state["sum"] + weighted_sum(deltas, factors)
+        total = state["sum"] + weighted_sum(list(deltas), factors)
         t = int(state["t"]) + 1
         level = (t & -t).bit_length() - 1
         nodes[:level] = 0  # whose sum is in the new node
