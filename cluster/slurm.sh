@@ -35,6 +35,14 @@ done
 for node in "${nodes[@]:1}"; do start "$node" --address="$address:$port"; done
 
 export RAY_ADDRESS="$address:$port"
+# raysim waits for the nodes of an autoscaler only, and Ray may start later on the others than raysim here.
+((${#nodes[@]} == 1)) || python -c '
+import sys, time, ray
+ray.init(log_to_driver=False)
+end = time.monotonic() + 300
+while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[1]) and time.monotonic() < end:
+    time.sleep(1)
+' "${#nodes[@]}"
 raysim "$@" &
 run=$!
 trap 'kill -TERM $run' TERM INT

@@ -41,8 +41,8 @@ from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.diagnostics import recorded_updates
 from raysim.diagnostics.recorded_updates import Observation
 from raysim.engine.plan import Plan
-from raysim.engine.process_setup import configure_process
 from raysim.errors import ConfigError
+from raysim.models.precision import allow_tf32
 from raysim.prepare.resolve import prepare
 from raysim.runs.run_dir import check_has_run
 
@@ -90,7 +90,7 @@ def attack(
     )
     with ExitStack() as restored:
         if options.device == "cuda":
-            restored.callback(configure_process(plan.config.resources, on_gpu=True))
+            restored.callback(allow_tf32(False))
         result = invert(plan, observations, options, progress)
     return result, write_attack(result, plan, folder)
 

@@ -129,12 +129,11 @@ def simulated(
         )
     task = _AttackTask(model, facts, broadcast.buffers, (1, 0))
     client_state = {"seen": torch.zeros((), dtype=torch.bool, device=global_params.device)}
-    # The client's own parameters, which are another tensor than those of the broadcast.
-    with tensors_on(global_params.device):
-        begun = rule.init(broadcast.shared, client_state, data, task)
-    state = {"w": global_params.clone(), **begun}
     batch = Batch(x, y)
     with tensors_on(global_params.device):
+        begun = rule.init(broadcast.shared, client_state, data, task)
+        # The client's own parameters, which are another tensor than those of the broadcast.
+        state = {"w": global_params.clone(), **begun}
         if rule.prepares:
             batch = replace(batch, prepared=rule.prepare(broadcast.shared, batch, task))
         state = rule.step(broadcast.shared, state, batch, task)

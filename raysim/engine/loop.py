@@ -234,6 +234,7 @@ class Engine(Generic[ModelHandle]):
             self._dispatch_ready(upcoming)  # synchronous: all clients; asynchronous: the others
             state.release_unused_versions(upcoming.cohort.bases)
             records.begin(current, results, step)
+            del results  # else its uploads stay in memory until those of the next round have come
             # A checkpoint holds the history, so no record may be missing.
             yield from self._completed(max_pending=0 if checkpoint else max_pending)
             # Only now: the stop rule, or the caller that got a record, may have ended the run.

@@ -62,10 +62,11 @@ class _TensorsOn(TorchFunctionMode):
             else:
                 made = func(*args, **kwargs)
                 # PyTorch takes single numbers of the host together with tensors of any device.
-                if not made.ndim:
+                if not made.ndim or made.device == self.device:
                     return made
+                moved = made.detach().to(self.device)
                 # A copy of a tensor with a gradient would be no leaf.
-                return made.detach().to(self.device).requires_grad_(made.requires_grad)
+                return moved.requires_grad_() if made.requires_grad else moved
         return func(*args, **kwargs)
 
 

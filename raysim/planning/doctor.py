@@ -168,6 +168,6 @@ def _check_runs() -> tuple[bool, str]:
     resumed = "; ".join(f"raysim resume {folder}" for folder in ended)
     return (
         True,
-        f"{len(ended)} whose processes had died are ended in MLflow now; to take up those that "
-        f"are not finished: {resumed}",
+        f"{len(ended)} whose processes had died are marked as ended; to take up those that are "
+        f"not finished: {resumed}",
     )

@@ -282,7 +282,8 @@ def try_rules(plan: Plan, config: Config) -> None:
     client_key = f"{config.section_of_rule('client')}.name"
     server_key = f"{config.section_of_rule('server')}.name"
     with ExitStack() as restored:
-        if resources.gpus and torch.cuda.is_available():  # with the kernels of the run
+        on_gpu = resources.gpus or resources.server_on_gpu
+        if on_gpu and torch.cuda.is_available():  # with the kernels of the run
             restored.callback(configure_process(resources, on_gpu=True))
         learning_task.dry_run_task(plan)
         client_rule.dry_run_rules(plan, client_key, server_key)

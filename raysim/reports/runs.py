@@ -154,8 +154,10 @@ def _ended(client: Any, runs: Mapping[str, Any], say: Callable[[str], None]) -> 
         folder for folder, run_id in folders.items() if Tail(folder).run_id == run_id
     )
     now = {folders[folder]: client.get_run(folders[folder]) for folder in ended}
-    for status, count in Counter(run.info.status for run in now.values()).items():
-        say(f"{counted(count, 'run')} marked {status}: the processes have died without ending them")
+    for status in ("FINISHED", "FAILED", "KILLED"):
+        if count := sum(run.info.status == status for run in now.values()):
+            those = counted(count, "run")
+            say(f"{those} marked {status}: the processes have died without ending them")
     return now
 
 

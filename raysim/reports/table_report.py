@@ -9,6 +9,7 @@ from functools import cache
 from typing import get_args
 
 from raysim.errors import ConfigError, counted
+from raysim.metrics import accumulates
 from raysim.reports import published
 from raysim.reports.analysis import aggregate, comparisons, targets
 from raysim.reports.grouping import group_keys
@@ -114,7 +115,7 @@ def table_report(
         say=say,
     )
     if "last10" in statistics:
-        _say_few_evaluations(runs, say)
+        _say_few_evaluations([*runs, *itertools.chain.from_iterable(runs_of_others)], say)
     for others in runs_of_others:
         rows = _with_metric(rows, others, statistics, chooser)
     if paper:
@@ -139,7 +140,10 @@ def table_report(
 
 def _say_few_evaluations(runs: Sequence[TrackedRun], say: Say) -> None:
     """Say of how many runs last10 is a mean of fewer evaluations."""
-    few = [run for run in runs if len(run.trained) < LAST_EVALUATIONS]
+    few = set()
+    for run in runs:
+        if len(run.trained) < LAST_EVALUATIONS and not accumulates(run.metric):
+            few.add(run.run_id)
     if few:
         say(f"last10 of {counted(len(few), 'run')} with fewer evaluations is the mean of all")
 

@@ -80,7 +80,7 @@ def how_to_continue(folder: Path, in_python: bool = False) -> str:
     if folder.name.startswith(TEMPORARY_PREFIX):
         kept += ", which is removed when Python exits"
     if is_closed(folder):
-        return f"the run is finished, and raysim.load({str(folder)!r}) gives its result"
+        return f"{kept}; the run is finished, and raysim.load({str(folder)!r}) gives its result"
     if not saved:
         return f"{kept}, without a checkpoint; {resume} continues from the beginning"
     return (

@@ -452,7 +452,8 @@ def _base_params(
     for client, version in zip(reports.ids, reports.versions, strict=True):
         base = bases[version]
         with tensors_on(base.global_params.device):
-            started_from.append(rule.sent_to(base.shared, client)["x"])
+            sent = rule.sent_to(base.shared, client)["x"]
+        started_from.append(sent.to(base.global_params.device))
     return started_from
 
 

@@ -35,7 +35,7 @@ def finish_abandoned(folders: Iterable[Path]) -> list[Path]:
         folders: folders of runs.
 
     Returns:
-        The folders of the runs whose end was sent.
+        The folders of the runs that were marked, or had records left.
     """
 
     def end(folder: Path) -> bool:
@@ -56,16 +56,14 @@ def finish_abandoned(folders: Iterable[Path]) -> list[Path]:
         ended = [
             folder for folder, died in zip(folders, pool.map(end, folders), strict=True) if died
         ]
-    sent = []
     for folder in ended:
         try:
             replay_spool(folder)
-            sent.append(folder)
         except RaysimError as error:
             logger.warning(
                 "%s; to send them later: raysim tracking sync %s", error, shlex.quote(str(folder))
             )
-    return sent
+    return ended
 
 
 def folders_below(root: Path) -> list[Path]:

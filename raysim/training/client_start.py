@@ -278,7 +278,9 @@ def begun_by_rule(task: LoopTask, client: ReceivedModel) -> ReceivedModel:
     rule = client.rule
     begun = rule.begin(client.broadcast.shared, {**client.client_state}, client.data, task)
     check_begin(rule, begun, client.local_params, client.buffers)
+    device = task.model.device
     w, buffers, *carried = begun
+    w, buffers = w.to(device), None if buffers is None else buffers.to(device)
     task.local_params.copy_(w)
     if buffers is not None:
         task.buffers.copy_(buffers)
@@ -287,7 +289,7 @@ def begun_by_rule(task: LoopTask, client: ReceivedModel) -> ReceivedModel:
         local_params=w,
         buffers=client.buffers if buffers is None else buffers,
         names_buffers=buffers is not None,
-        carried=brought_to(carried[0], w.device) if carried else {},
+        carried=brought_to(carried[0], device) if carried else {},
     )
 
 

@@ -160,10 +160,10 @@ exec "$@"
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
-    """SLURM's commands, which do everything on this machine."""
+    """SLURM's commands, which do everything on this machine, as if it were two nodes."""
     tools = tmp_path / "tools"
     tools.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", "#!/usr/bin/env bash\necho here\n")):
+    for name, text in (("srun", SRUN), ("scontrol", "#!/usr/bin/env bash\nprintf 'here\\nthere\\n'\n")):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     (tools / "raysim").write_text(f'#!/usr/bin/env bash\nexec {sys.executable} -m raysim "$@"\n')
@@ -195,7 +195,9 @@ def config(folder: Path, rounds: int) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_slurm_runs_a_command_and_its_time_limit_ends_it_in_order(slurm, tmp_path):
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config(tmp_path, rounds=100_000)))
+    on_both = {"executor": "ray", "actors": os.cpu_count() + 1, "cpus": 1}
+    run = {**config(tmp_path, rounds=100_000), "resources": on_both}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(run))
     with (tmp_path / "said.txt").open("w") as said:
         job = subprocess.Popen(
             [FOLDER / "slurm.sh", "run", "mine.yaml"],

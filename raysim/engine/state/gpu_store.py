@@ -5,8 +5,10 @@ Otherwise a client's state goes from the GPU to the host, and back in the client
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from raysim.engine.state.client_store import ClientStateStore, kinds_of
@@ -55,6 +57,12 @@ class GpuStateStore(ClientStateStore):
         checkpoint changes them.
         """
         return self._on_gpu.get(client) or super().get(client)
+
+    def unpack(self, packed: Mapping[str, Tensor], checkpoints: Iterable[np.ndarray]) -> None:
+        """Restore the content that `pack` returned. See `ClientStateStore.unpack`."""
+        self._on_gpu.clear()
+        self._unwritten.clear()
+        super().unpack(packed, checkpoints)
 
     @property
     def bytes(self) -> int:

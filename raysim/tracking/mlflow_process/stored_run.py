@@ -121,6 +121,7 @@ class StoredRun(RunInStore):
                 self._lost = record["path"]  # it is tried again, once
                 raise
             raise FileRefused(brief(error)) from error
+        self._lost = ""
 
     def _find(self, name: str) -> Any:
         """Return the run with this id, or the one that was created under this key or replaces it.

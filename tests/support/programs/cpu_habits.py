@@ -19,6 +19,9 @@ class Habits(ClientRule):
     def state(self, task):
         return {"c": torch.zeros(len(task.x0)), "rounds": torch.tensor(0.0)}
 
+    def begin(self, shared, client_state, data, task):
+        return shared["x"], None, {"share": torch.tensor(0.1 / data.n)}
+
     def init(self, shared, client_state, data, task):
         return {"pull": torch.tensor([1.0] * len(shared["x"])), "n": torch.tensor(float(data.n))}
 
@@ -27,7 +30,7 @@ class Habits(ClientRule):
         mask = torch.zeros(len(g), dtype=torch.bool)
         mask[torch.arange(40)] = True
         g = torch.where(mask, g, g + 0.01 / state["n"])
-        g = g + shared["falling"] * state["w"]
+        g = g + (shared["falling"] + shared["own"] + state["share"]) * state["w"]
         return g + 0.001 * state["pull"] * torch.full((len(g),), 2.0)
 
     @staticmethod
@@ -53,6 +56,9 @@ class Table(ServerRule):
 
     def broadcast(self, state):
         return {"x": state["x"], "falling": torch.tensor(0.1 / (1 + float(state["t"])))}
+
+    def sent_to(self, shared, client):
+        return {**shared, "own": torch.tensor(0.01 * client)}
 
     def update(self, state, reports):
         seen = state["seen"].clone()
