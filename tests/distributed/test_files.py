@@ -163,7 +163,8 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     """SLURM's commands, which do everything on this machine, as if it were two nodes."""
     tools = tmp_path / "tools"
     tools.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", "#!/usr/bin/env bash\nprintf 'here\\nthere\\n'\n")):
+    both = "#!/usr/bin/env bash\nprintf 'here\\nthere\\n'\n"
+    for name, text in (("srun", SRUN), ("scontrol", both)):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     (tools / "raysim").write_text(f'#!/usr/bin/env bash\nexec {sys.executable} -m raysim "$@"\n')
