@@ -235,9 +235,7 @@ def free_bytes(gpus: float) -> int:
     """Return the bytes of the current GPU that this process can still take.
 
     Args:
-        gpus: share of the GPU that the process has; more than 1, and 0 for none of its own, count
-            as the whole.
+        gpus: share of the GPU that the process has; 0, for none of its own, counts as the whole.
     """
     free, total = torch.cuda.mem_get_info()
-    share = min(gpus, 1.0) or 1.0
-    return min(free, int(share * total) - torch.cuda.memory_reserved())
+    return min(free, int((gpus or 1.0) * total) - torch.cuda.memory_reserved())

@@ -776,7 +776,7 @@ resources.actors=0                                  | resources.actors    | 1
 resources.threads=0                                 | resources.threads   | 1
 resources.timeout=0                                 | resources.timeout   | 0
 resources.gpus=-1                                   | resources.gpus      | 0
-resources.gpus=64                                   | resources.gpus      | 64 | this machine has
+resources.gpus=2                                    | resources.gpus      | 1
 resources.executor=ray resources.actors=5000        | resources.actors    | 5000 | this machine has
 resources.executor=ray resources.cpus=5000          | resources           | 5000 | this machine has
 batching.mode=vmap                                     | batching.mode          | 'lanes'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from raysim.config.identity import Identity
 from raysim.config.sections.base import Positive, Section
@@ -31,11 +31,11 @@ class Resources(Section):
     """Number of ClientActors."""
     cpus: float = Field(default=1, ge=0)
     """CPUs of each ClientActor."""
-    gpus: float = Field(default=0, ge=0)
-    """GPUs of each ClientActor: a share of one, or a whole number."""
-    server_gpus: float | None = Field(default=None, ge=0)
-    """GPUs reserved for the server and for the evaluator, each. null: they compute on a GPU if
-    clients do, beside them and without a share of their own; 0: they compute on CPUs."""
+    gpus: float = Field(default=0, ge=0, le=1)
+    """Share of a GPU of each ClientActor."""
+    server_gpus: float | None = Field(default=None, ge=0, le=1)
+    """Share of a GPU reserved for the server and for the evaluator, each. null: they compute on a
+    GPU if clients do, beside them and without a share of their own; 0: they compute on CPUs."""
     deterministic: bool = True
     """On GPUs, use deterministic kernels only, so that a repeated run gives the same bits. false
     also allows layers that have no such kernel; the bits of a repeated run may differ."""
@@ -55,15 +55,6 @@ class Resources(Section):
     life for as long as its work takes. Also the limit of waiting for an autoscaler's nodes."""
     call_timeout: Positive | None = None
     """Seconds that an actor may work on one call, such as a batch of blocks; null: no limit."""
-
-    @field_validator("gpus", "server_gpus")
-    @classmethod
-    def _a_share_or_whole_ones(cls, value: float | None) -> float | None:
-        if value is not None and value > 1 and value != int(value):
-            raise ValueError(
-                "neither a share of one GPU nor whole ones; take 1 or less, or a whole number"
-            )
-        return value
 
     @property
     def server_on_gpu(self) -> bool:

@@ -37,7 +37,7 @@ class Node:
 
         Args:
             cpus: CPUs of an actor, also a fraction.
-            gpus: GPUs of an actor, also a fraction; 0: none.
+            gpus: share of a GPU of an actor; 0: none.
         """
         by_cpus = float("inf")
         if cpus:
@@ -45,9 +45,7 @@ class Node:
         if not gpus:
             return by_cpus
         whole_gpus = floor(self.offers.get("GPU", 0) + SHARE_TOLERANCE)
-        if gpus < 1:
-            return min(by_cpus, whole_gpus * floor(1 / gpus + SHARE_TOLERANCE))
-        return min(by_cpus, floor(whole_gpus / gpus))
+        return min(by_cpus, whole_gpus * floor(1 / gpus + SHARE_TOLERANCE))
 
     def can_serve(self, resources: Resources) -> bool:
         """Return whether the server may run on this node.
@@ -167,10 +165,7 @@ def idle_gpus(resources: Resources, nodes: list[Node]) -> int:
     if not resources.gpus:
         return 0
     whole = sum(floor(node.offers.get("GPU", 0)) for node in nodes)
-    if resources.gpus < 1:
-        used = ceil(resources.actors / floor(1 / resources.gpus + SHARE_TOLERANCE))
-    else:
-        used = ceil(resources.actors * resources.gpus)
+    used = ceil(resources.actors / floor(1 / resources.gpus + SHARE_TOLERANCE))
     return whole - used - ceil(2 * resources.server_share)
 
 
