@@ -178,12 +178,13 @@ def _check_results(key: str, path: str | None) -> None:
 
 def _check_uploaded(working_dir: Path, path: str) -> None:
     """Raise ConfigError if a file in the working directory is left out of the upload."""
-    from raysim.distributed.cluster.jobs import is_excluded
+    from raysim.distributed.cluster.jobs import EXCLUDED_FILES, is_excluded
 
     if is_excluded(working_dir, path):
         raise ConfigError(
             f"submit: {path} is not uploaded with the job, because .gitignore or .rayignore of "
-            f"{working_dir.resolve()} names it; take it out there, or move the file"
+            f"{working_dir.resolve()} names it, or it is one of {', '.join(EXCLUDED_FILES)}; take "
+            "it out there, or move the file"
         )
 
 

@@ -157,8 +157,9 @@ class Dataset:
         Raises:
             ConfigError: a number is too large for it; the message names the first one.
         """
-        for name in ("x", "x_test"):
-            if part := too_large(getattr(self, name), self.inputs, dtype):
+        for name in ("x", "x_test", "public_x"):
+            array = getattr(self, name)
+            if array is not None and (part := too_large(array, self.inputs, dtype)):
                 raise ConfigError(
                     f"data.name: {name}[{part!r}] of {self.name} has integers that {dtype} has not "
                     f"beside floats, above {LARGEST_INTEGER[dtype]}; number them from 0, or set "

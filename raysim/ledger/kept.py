@@ -48,7 +48,10 @@ def kept_config(config: Config) -> dict[str, Any]:
     for key in ("stop", "own_metrics"):
         if kept[key] is None:  # as in rows of versions that do not have it
             kept.pop(key)
-    kept["resources"] = {key: kept["resources"][key] for key in _RESOURCES}
+    resources = kept["resources"]
+    kept["resources"] = {key: resources[key] for key in _RESOURCES}
+    if not resources["deterministic"]:
+        kept["resources"]["deterministic"] = False
     kept["data"] = {k: v for k, v in kept["data"].items() if k not in ("root", "download")}
     return kept
 

@@ -154,10 +154,13 @@ def _bare(config: Mapping[str, Any]) -> dict[str, Any]:
     resources = dict(config["resources"])
     if not resources["gpus"] and not resources["server_gpus"]:
         resources = {"executor": "inline", "threads": resources["threads"]}
+    # Held-out clients do not train, so they are part of the identity.
+    held_out = (config["evaluate"].get("clients") or {}).get("held_out")
+    evaluates = config.get("stop") or held_out
     return {
         **copy.deepcopy(dict(config)),
         "resources": resources,
-        **({} if config.get("stop") else {"evaluate": {"every": 0}}),
+        **({} if evaluates else {"evaluate": {"every": 0}}),
         "record_updates": None,
         "checkpoint": {"every": 0},
     }

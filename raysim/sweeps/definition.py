@@ -156,15 +156,17 @@ class Sweep:
     def done(self, trial: Trial) -> bool:
         """Return True if a trial needs no further work in this sweep.
 
-        A finished trial is done. A trial that was stopped early is done if this sweep stops trials
-        by the same settings.
+        A finished trial is done, unless its history could not be written. A trial that was stopped
+        early is done if this sweep stops trials by the same settings.
 
         Args:
             trial: A trial of this sweep.
         """
         result = trial.result
-        if result is None or "stopped" not in result:
-            return result is not None
+        if result is None or not (trial.folder / HISTORY_FILE).exists():
+            return False
+        if "stopped" not in result:
+            return True
         # `raysim resume` writes parameters.safetensors when it completes a stopped trial.
         was_resumed = (trial.folder / "parameters.safetensors").exists()
         stopping = self.settings.early_stopping

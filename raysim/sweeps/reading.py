@@ -76,7 +76,10 @@ class SweepSpec:
         Raises:
             ConfigError: the configuration cannot be read, or sets `run_dir`.
         """
-        raw = self.read(self.source, {**self.fixed, **point})
+        # An override wins over a key inside of a value that the file varies.
+        inside = {k: v for k, v in self.fixed.items() if any(k.startswith(f"{p}.") for p in point)}
+        beside = {key: value for key, value in self.fixed.items() if key not in inside}
+        raw = self.read(self.source, {**beside, **point, **inside})
         raw.pop("sweep", None)
         raw = with_environment(raw)
         if raw.get("run_dir") is not None:

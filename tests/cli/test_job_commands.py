@@ -38,6 +38,13 @@ def test_a_configuration_that_is_not_uploaded_is_refused(folder: Path, name: str
     assert checked_command(["run", "mine.yaml"], folder) == ["run", "mine.yaml"]
 
 
+def test_a_configuration_of_an_earlier_run_is_not_uploaded(folder: Path) -> None:
+    (folder / "runs" / "first").mkdir(parents=True)
+    (folder / "runs" / "first" / "config.yaml").write_text(yaml.safe_dump(SHARED))
+    with pytest.raises(ConfigError, match=r"config\.yaml is not uploaded.*one of .*runs"):
+        checked_command(["run", "runs/first/config.yaml"], folder)
+
+
 def test_a_run_that_is_not_uploaded_is_not_resumed(folder: Path) -> None:
     (folder / "runs" / "first").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"runs/first is not uploaded.*absolute path"):

@@ -14,10 +14,12 @@ from raysim.algorithms.fedavg import FedAvgClient
 from raysim.data import Clients, Examples
 from raysim.diagnostics.class_tasks import ClassTaskMetrics
 from raysim.engine.plan import Plan
+from raysim.engine.process_setup import make_trainer
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.runs.resume import resume
 from raysim.schedule import preview
+from raysim.training.messages import ClientTask
 
 LR = 0.3
 CLASSES = {"name": "classes", "rounds": 2, "count": 3}
@@ -78,6 +80,40 @@ def test_clients_train_on_the_task_of_the_round(mode, setup, engine):
         gradients = [gradient(plan, x, part) for part in parts]
         x = x - LR * (n / n.sum()) @ np.stack(gradients)
         assert np.allclose(run.executor.xs[t + 1], x, rtol=0, atol=1e-10)
+
+
+def test_an_epoch_is_one_pass_over_the_examples_of_its_round(setup):
+    """Also for clients that have another number of batches than in the phase before."""
+    local = {"epochs": 1, "batch_size": 10, "lr": LR}
+    plan = prepare({**setup, "partition": {**setup["partition"], "clients": 5}, "local": local})
+    batches = make_trainer(plan, "cpu").trainers[0].start.client_batches
+    lengths = set()
+    for client in range(5):
+        cursor = 0
+        for t in range(7):
+            mine = plan.clients.at(t).client(client)
+            steps = -(-len(mine) // 10)
+            task = ClientTask(client, t, cursor, 1.0, steps)
+            drawn = [*batches.positions(task, mine)] if steps else []
+            assert sorted(np.concatenate([[], *drawn])) == [*range(len(mine))], (client, t)
+            cursor += steps
+            lengths.add(steps)
+    assert len(lengths) > 3
+
+
+def test_a_client_that_never_trains_adapts_to_the_task_of_the_round(setup):
+    partition = {**setup["partition"], "test": {"fraction": 0.2}}
+    evaluate = {"every": 1, "clients": {"held_out": 0.5}}
+    plan = prepare({**setup, "partition": partition, "evaluate": evaluate})
+    assert isinstance(plan.clients, Clients)
+    everything = plan.clients.all_examples()
+    held_out = int(max(plan.clients.held_out, key=lambda i: len(everything.client(i))))
+    for t, classes in ((0, {0, 1, 2, 3}), (2, {4, 5, 6}), (6, {7, 8, 9})):
+        labels = set(plan.dataset.y[everything.at(t).client(held_out)].tolist())
+        assert labels <= classes
+    assert len(everything.client(held_out)) == sum(
+        len(everything.at(t).client(held_out)) for t in (0, 2, 4)
+    )
 
 
 def preview_of(plan: Plan) -> list[tuple[list[int], list[int]]]:

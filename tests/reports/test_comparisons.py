@@ -11,7 +11,7 @@ import pytest
 
 from raysim.errors import ConfigError
 from raysim.reports.analysis import aggregate
-from raysim.reports.analysis.comparisons import compared, paired_difference
+from raysim.reports.analysis.comparisons import compared, mean_of, paired_difference
 from raysim.reports.published import PublishedResult
 from raysim.reports.tables.results_table import ResultsTable
 from raysim.reports.tracked import TrackedRun
@@ -143,3 +143,9 @@ def test_a_reference_that_is_not_there_is_refused(reference):
     runs = [run(0.5, seed, algorithm__name=name) for name in ("fedavg", "mifa") for seed in (1, 2)]
     with pytest.raises(ConfigError, match="compare_with"):
         compared(aggregate.rows(runs), runs, reference)
+
+
+def test_runs_that_diverge_on_different_seeds_have_no_difference():
+    assert math.isnan(mean_of([math.inf, -math.inf])) and mean_of([1.0, math.inf]) == math.inf
+    difference = paired_difference([math.inf, 1.0], [1.0, math.inf])
+    assert math.isnan(difference.mean) and difference.p_value is None and difference.n == 2

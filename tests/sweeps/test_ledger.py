@@ -17,9 +17,10 @@ import pytest
 from support.sweeps import SMALL, trained_in_this_process
 
 import raysim
+from raysim.config import explain
 from raysim.errors import ConfigError
 from raysim.ledger import ledger_file
-from raysim.ledger.kept import kept_history
+from raysim.ledger.kept import kept_config, kept_history
 from raysim.ledger.ledger_file import append_rows, read_rows, unique
 from raysim.ledger.ledger_row import BadRow, Row, as_line, from_line
 from raysim.reports.runs import RunSource
@@ -175,6 +176,23 @@ def test_a_stopped_trial_is_not_taken_as_a_full_one(here):
     # it stands for itself in the same sweep
     done = run_sweep(planned, ledger=SweepLedger(LEDGER, planned, fail))
     assert done.counts == {"finished": 0, "stopped_early": 1, "failed": 0}
+
+
+def test_a_row_of_a_run_with_clients_that_never_train_is_computed_again(here):
+    partition = {"name": "iid", "clients": 8, "test": {"fraction": 0.2}}
+    evaluate = {"every": 2, "clients": {"held_out": 0.25}}
+    train(swept(sweep={"local.lr": [0.05]}, partition=partition, evaluate=evaluate))
+    (row,) = read_rows([LEDGER], fail)
+    assert recompute(row).digest == row.digest
+
+
+def test_a_row_says_if_its_kernels_may_not_be_deterministic(here):
+    (trial,) = swept(sweep={"local.lr": [0.05]}).trials
+    assert "deterministic" not in kept_config(trial.config)["resources"]
+    changes = {"gpus": 1.0, "deterministic": False}
+    resources = trial.config.resources.model_copy(update=changes)
+    on_gpu = trial.config.model_copy(update={"resources": resources})
+    assert explain.validate(kept_config(on_gpu)).fingerprint == on_gpu.fingerprint
 
 
 def test_a_run_that_its_stop_ended_stands_for_itself_and_is_computed_again(here):

@@ -480,3 +480,14 @@ def test_a_range_is_refused_before_its_values_are_laid_out(given, said):
     with pytest.raises(ConfigError, match=r"^seed: ") as caught:
         search_space.split_overrides([given])
     assert said in str(caught.value) and len(str(caught.value)) < 2000
+
+
+def test_an_override_wins_over_a_key_inside_of_a_value_that_varies(tmp_path):
+    """Trials that become equal are one."""
+    methods = [{"name": "fedprox", "mu": mu} for mu in (0.1, 0.2)]
+    config = written(tmp_path / "a.yaml", sweep={"algorithm": [*methods, "fedavg"]})
+    planned = prepare_sweep(config, ["local.lr=0.5"], tmp_path)
+    assert len(planned.trials) == 3
+    config = written(tmp_path / "b.yaml", sweep={"algorithm": methods})
+    (trial,) = prepare_sweep(config, ["algorithm.mu=0.5"], tmp_path).trials
+    assert trial.params["client.mu"] == "0.5"

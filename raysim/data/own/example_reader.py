@@ -288,6 +288,8 @@ class ExampleReader(FormReader):
             y: training targets, [n, ...].
             y_test: test targets.
         """
+        if hasattr(declared, "tolist"):  # of NumPy
+            declared = declared.tolist()
         if isinstance(declared, Sequence) and not isinstance(declared, str):
             return tuple(map(str, declared))
         if declared is None:

@@ -199,7 +199,7 @@ class Clients(ExampleLists):
         reserved = self.reserved
         if reserved is None:
             return self
-        parts = tuple((start, _together(part, reserved)) for start, part in self.phases)
+        parts = tuple((start, _together(part, reserved.at(start))) for start, part in self.phases)
         return replace(_together(self, reserved), phases=parts)
 
 

@@ -43,7 +43,7 @@ def read_partition(path: Path, n: int) -> ExampleLists:
             f"integer arrays indices and offsets: {error}"
         ) from None
     offsets, last = lists.offsets, len(lists.indices)
-    if len(lists) < 1 or [*offsets[[0, -1]]] != [0, last] or (np.diff(offsets) < 0).any():
+    if len(offsets) < 2 or [*offsets[[0, -1]]] != [0, last] or (np.diff(offsets) < 0).any():
         raise ConfigError(
             f"partition.path: {path}: offsets must rise from 0 to the number of indices, {last}"
         )

@@ -65,11 +65,16 @@ def add_phases(
         ConfigError: the partition cannot be divided in this way, or no client has an example in
             some phase.
     """
-    test, val = clients.test, clients.val
+    test, val, reserved = clients.test, clients.val, clients.reserved
+    starts = [phase * phases.rounds for phase in range(phases.count)]
     match phases:
         case ClassTasks():
+            dataset.check_labels("partition.phases", "'classes' divides by class and")
             tasks = class_tasks(phases, dataset.n_classes, seed)
             lists = _by_task(clients, tasks, dataset)
+            if reserved is not None:  # of clients that never train
+                of_tasks = zip(starts, _by_task(reserved, tasks, dataset), strict=True)
+                reserved = replace(reserved, phases=tuple(of_tasks))
             test = test and _of_tasks_so_far(test, clients.test_half, phases, tasks, dataset)
             val = val and _of_tasks_so_far(val, "train", phases, tasks, dataset)
         case Redraw():
@@ -82,14 +87,14 @@ def add_phases(
                 f"partition.phases: no client has training examples in phase {phase}; change the "
                 "phases or the partition"
             )
-    starts = [phase * phases.rounds for phase in range(phases.count)]
     of_phases = tuple(zip(starts, lists, strict=True))
-    return clients.with_lists(union(lists), test=test, val=val, phases=of_phases)
+    return clients.with_lists(union(lists), test=test, val=val, reserved=reserved, phases=of_phases)
 
 
-def _by_task(clients: Clients, tasks: Sequence[np.ndarray], dataset: Dataset) -> list[ExampleLists]:
+def _by_task(
+    clients: ExampleLists, tasks: Sequence[np.ndarray], dataset: Dataset
+) -> list[ExampleLists]:
     """Return the training examples of each task."""
-    dataset.check_labels("partition.phases", "'classes' divides by class and")
     y = dataset.y[clients.indices]
     return [clients.separated(np.isin(y, task))[1] for task in tasks]
 

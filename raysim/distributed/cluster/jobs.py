@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -206,12 +207,15 @@ class JobClient:
 
 
 def is_excluded(working_dir: Path, path: str) -> bool:
-    """Return whether a file is left out of the upload by .gitignore or .rayignore.
+    """Return whether a file is left out of the upload, by raysim, .gitignore or .rayignore.
 
     Args:
         working_dir: the folder that is uploaded.
         path: path of the file, relative to the folder.
     """
+    for part in Path(path).parts:
+        if any(fnmatch(part, pattern) for pattern in EXCLUDED_FILES):
+            return True
     from ray._private.runtime_env import packaging
 
     read = getattr(packaging, "get_excludes_from_ignore_files", None)

@@ -44,7 +44,9 @@ def paired_difference(values: Sequence[float], references: Sequence[float]) -> P
         that are all equal up to rounding: without a deviation there is no test.
     """
     differences = [value - reference for value, reference in zip(values, references, strict=True)]
-    mean = statistics.fmean(differences)
+    mean = mean_of(differences)
+    if not math.isfinite(mean):
+        return PairedDifference(mean, None, None, None, len(differences))
     size = max(map(abs, [*values, *references]))
     if all(math.isclose(difference, mean, abs_tol=_ROUNDING * size) for difference in differences):
         return PairedDifference(mean, None, None, None, len(differences))
@@ -53,6 +55,17 @@ def paired_difference(values: Sequence[float], references: Sequence[float]) -> P
     test = stats.ttest_rel(values, references)
     low, high = test.confidence_interval(CONFIDENCE)
     return PairedDifference(mean, float(low), float(high), float(test.pvalue), len(differences))
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Return the mean of values, also of infinite ones, which runs have that diverge.
+
+    Args:
+        values: at least one value.
+    """
+    if all(map(math.isfinite, values)):
+        return statistics.fmean(values)
+    return sum(values) / len(values)  # fmean fails for infinite values of both signs
 
 
 def compared(

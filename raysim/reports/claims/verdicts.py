@@ -21,7 +21,7 @@ from raysim.errors import ConfigError
 from raysim.metrics import is_share
 from raysim.reports import grouping, selecting
 from raysim.reports.analysis.aggregate import direction, result_of_run
-from raysim.reports.analysis.comparisons import paired_difference
+from raysim.reports.analysis.comparisons import mean_of, paired_difference
 from raysim.reports.claims.claim_section import Claim, ClaimSide, RoundsTo
 from raysim.reports.published import same_value
 from raysim.reports.table_row import MeanStd
@@ -265,7 +265,7 @@ def _measured(runs: Iterable[TrackedRun], side: ClaimSide) -> dict[str, Span]:
 
 def _mean(spans: Sequence[Span]) -> Span:
     lows, highs = zip(*spans, strict=True)
-    return statistics.fmean(lows), statistics.fmean(highs)
+    return mean_of(lows), mean_of(highs)
 
 
 def _reached(run: TrackedRun, side: ClaimSide) -> Span:

@@ -209,12 +209,17 @@ class ClientBatches:
         Yields:
             [B], positions within `mine`.
         """
+        cursor = task.cursor
+        if self.config.partition.phases is not None and self.config.local.epochs is not None:
+            # A pass had another number of batches in an earlier phase.
+            per_pass = batches_per_pass(len(mine), self.size(mine), self.needs_two, self.drop_last)
+            cursor -= cursor % max(per_pass, 1)
         return batch_positions(
             self.config.seed,
             task.client,
             len(mine),
             self.size(mine),
-            task.cursor,
+            cursor,
             task.steps,
             self.needs_two,
             self.drop_last,
