@@ -122,7 +122,7 @@ def _today(raw: Mapping[str, Any]) -> Config:
 
 
 def recompute(row: Row, keys: Mapping[str, Any] | None = None) -> Recomputed:
-    """Train the run of a row again, in this process, without evaluations and MLflow.
+    """Train the run of a row again, in this process, without MLflow and needless evaluations.
 
     Args:
         row: a row with a digest.

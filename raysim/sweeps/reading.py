@@ -76,10 +76,7 @@ class SweepSpec:
         Raises:
             ConfigError: the configuration cannot be read, or sets `run_dir`.
         """
-        # An override wins over a key inside of a value that the file varies.
-        inside = {k: v for k, v in self.fixed.items() if any(k.startswith(f"{p}.") for p in point)}
-        beside = {key: value for key, value in self.fixed.items() if key not in inside}
-        raw = self.read(self.source, {**beside, **point, **inside})
+        raw = self.read(self.source, {**self.fixed, **point})
         raw.pop("sweep", None)
         raw = with_environment(raw)
         if raw.get("run_dir") is not None:
@@ -189,8 +186,30 @@ def read_sweep(
     search_space.check_size(grids, n_samples)
     points: list[dict[str, Any]] = []
     for grid in grids:
-        points += search_space.points(grid, n_samples, settings.sample_seed)
+        for point in search_space.points(grid, n_samples, settings.sample_seed):
+            points.append(_with_overrides(point, fixed))
     return SweepSpec(points, drawn, fixed, settings, source, read)
+
+
+def _with_overrides(point: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a point in whose values overrides replace the keys that these values set."""
+    changed = dict(point)
+    for axis, value in point.items():
+        for key in fixed:
+            if key.startswith(f"{axis}.") and isinstance(value, Mapping):
+                value = _replaced(value, key.removeprefix(f"{axis}."), fixed[key])
+        changed[axis] = value
+    return changed
+
+
+def _replaced(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return nested values in which a key with dots is replaced."""
+    first, _, rest = key.partition(".")
+    if not rest:
+        return {**values, first: value}
+    inner = values.get(first)
+    below = inner if isinstance(inner, Mapping) else {} if inner is None else {"name": inner}
+    return {**values, first: _replaced(below, rest, value)}
 
 
 def _drawn_keys(grids: Iterable[Mapping[str, Axis]]) -> dict[str, Draw]:

@@ -491,3 +491,13 @@ def test_an_override_wins_over_a_key_inside_of_a_value_that_varies(tmp_path):
     config = written(tmp_path / "b.yaml", sweep={"algorithm": methods})
     (trial,) = prepare_sweep(config, ["algorithm.mu=0.5"], tmp_path).trials
     assert trial.params["client.mu"] == "0.5"
+    assert trial.values == {}, "nothing varies any more"
+    groups = {"attackers": {"share": 0.2}}
+    flipped = [None, {"name": "sign_flip", "factor": 2.0}]
+    sweep = {"groups.attackers.client": flipped}
+    config = written(tmp_path / "c.yaml", groups=groups, sweep=sweep)
+    planned = prepare_sweep(config, ["groups.attackers.client.factor=3"], tmp_path)
+    assert [trial.values["groups.attackers.client"] for trial in planned.trials] == [
+        None,
+        {"name": "sign_flip", "factor": 3},
+    ]

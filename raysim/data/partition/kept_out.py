@@ -23,7 +23,7 @@ def hold_out_validation(clients: Clients, fraction: float, rng: np.random.Genera
         rng: generator of the draws.
 
     Raises:
-        ConfigError: no example is left to train on.
+        ConfigError: all examples move, or none.
     """
     if not fraction:
         return clients

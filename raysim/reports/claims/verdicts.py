@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -275,7 +274,7 @@ def _reached(run: TrackedRun, side: ClaimSide) -> Span:
     if side.statistic == "first":
         value = run.history[0][1]
     elif side.statistic == "mean":
-        value = statistics.fmean(run.trained)
+        value = mean_of(run.trained)
     else:
         value = result_of_run(run, side.statistic)
     return value, value

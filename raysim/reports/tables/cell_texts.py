@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from raysim.reports.table_row import MeanStd, PairedDifference, TableRow, differs
@@ -93,6 +94,8 @@ def difference_text(difference: PairedDifference | None, percent: bool) -> str:
         return MISSING_TEXT
     scale, form = (100, "+.2f") if percent else (1, "+.4g")
     text = f"{difference.mean * scale:{form}}"
+    if not math.isfinite(difference.mean):
+        return text
     if difference.low is None or difference.high is None:
         return f"{text} ({'one seed' if difference.n == 1 else 'on each seed'})"
     ends = f"{difference.low * scale:{form}}, {difference.high * scale:{form}}"

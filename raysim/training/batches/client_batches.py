@@ -210,8 +210,8 @@ class ClientBatches:
             [B], positions within `mine`.
         """
         cursor = task.cursor
-        if self.config.partition.phases is not None and self.config.local.epochs is not None:
-            # A pass had another number of batches in an earlier phase.
+        if self.config.local.epochs is not None:
+            # A pass had another number of batches in an earlier phase, or before a fork.
             per_pass = batches_per_pass(len(mine), self.size(mine), self.needs_two, self.drop_last)
             cursor -= cursor % max(per_pass, 1)
         return batch_positions(
