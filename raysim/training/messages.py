@@ -67,7 +67,7 @@ class EvaluationParts:
 
 
 KeptState = Mapping[str, "np.ndarray | Tensor"]
-"""What a client keeps between rounds: arrays, or tensors on the GPU that trains an inline run."""
+"""State that a client keeps between rounds: NumPy arrays, or GPU tensors in an inline run."""
 
 
 @dataclass

@@ -490,6 +490,12 @@ def test_large_integers_are_quantities_and_no_classes(tmp_path):
 
 
 def test_names_of_labels_are_no_classes_of_targets_of_another_shape():
+    labelled = {"train": (X, Y), "test": (X_TEST, Y_TEST)}
+    of_numpy = [
+        made({**labelled, "classes": np.array(["a", "b", "c"])}),
+        made({**labelled, "classes": np.int64(3)}),
+    ]
+    assert [len(dataset.classes) for dataset in of_numpy] == [3, 3]
     dataset = made({"train": (X, X), "test": (X_TEST, X_TEST), "classes": ["a", "b"]})
     assert dataset.n_classes == 2 and not dataset.are_labelled
     assert dataset_summary(dataset)["counts"] == {}

@@ -482,12 +482,11 @@ def test_a_client_may_be_left_with_nothing(tmp_path):
         partition(name="file", path=str(tmp_path / "p.json"), val_fraction=0.5), toy, 1
     )
     assert [k for k in [3, 1, 5, 0, 2] if k not in kept.validation] == kept.indices.tolist() != []
-    with pytest.raises(
-        ConfigError, match=r"partition\.val_fraction: 0\.999 takes all of the clients' 5 examples"
-    ):
-        split_dataset(
-            partition(name="file", path=str(tmp_path / "p.json"), val_fraction=0.999), toy, 1
-        )
+    for fraction, outcome in ((0.999, "all"), (0.001, "none")):
+        given = partition(name="file", path=str(tmp_path / "p.json"), val_fraction=fraction)
+        said = rf"partition\.val_fraction: {fraction:g} takes {outcome} of the clients' 5 examples"
+        with pytest.raises(ConfigError, match=said):
+            split_dataset(given, toy, 1)
 
 
 def test_fractions_that_cannot_be():

@@ -136,7 +136,7 @@ def test_what_clients_keep_stays_on_the_gpu_if_it_fits(trained, monkeypatch, fre
 
 
 def test_no_method_takes_an_array_of_a_tensor_that_may_be_on_a_gpu():
-    """What a rule makes there by itself is on the device of its server or client."""
+    """On a GPU run the tensors that a rule creates are GPU tensors."""
     paths = sorted(METHODS.rglob("*.py"))
     assert len(paths) > 50
     for path in paths:

@@ -28,15 +28,12 @@ def hold_out_validation(clients: Clients, fraction: float, rng: np.random.Genera
     if not fraction:
         return clients
     held_out = rng.random(len(clients.indices)) < fraction
-    for outcome, is_so, fix in (
-        ("all", held_out.all(), "lower"),
-        ("none", not held_out.any(), "raise"),
-    ):
-        if is_so:
-            raise ConfigError(
-                f"partition.val_fraction: {fraction:g} takes {outcome} of the clients' "
-                f"{len(held_out)} examples; {fix} it"
-            )
+    if held_out.all() or not held_out.any():
+        outcome, fix = ("all", "lower") if held_out.all() else ("none", "raise")
+        raise ConfigError(
+            f"partition.val_fraction: {fraction:g} takes {outcome} of the clients' "
+            f"{len(held_out)} examples; {fix} it"
+        )
     kept, validation = clients.separated(held_out)
     return Clients(kept.indices, kept.offsets, validation.indices)
 

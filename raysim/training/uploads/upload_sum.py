@@ -322,7 +322,7 @@ def _bring_to_host(
         updates: all updates; their losses, metrics and states are replaced.
         good: those without an error.
         sums: their sums; their extremes are replaced.
-        states_stay: whether states stay where they are, but for the counts of optimizers.
+        states_stay: whether client states stay on the GPU; step counts of optimizers do not.
 
     Returns:
         For each of the updates without an error, whether the tensors are finite that it keeps.
