@@ -134,8 +134,8 @@ class RayRound:
         """Blocks to train again."""
         self.nodes_without_aggregator: set[str] = set()
         """Nodes whose NodeAggregator failed in this round; their sums are uploaded separately."""
-        self.deaths: dict[tuple[int, ...], list[str]] = {}
-        """Reasons of the worker deaths during a block, by the block's clients."""
+        self.deaths: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+        """Node and reason of the worker deaths during a block, by the block's clients."""
         self.seconds: Counter[int] = Counter()
         """Training time of each worker in this round, in seconds."""
         self.trained: list[BlockCall] = []
@@ -251,13 +251,25 @@ class RayRound:
             return
         busy = {call.worker for call in self._block_calls()}
         for worker in sorted(set(self.pool.available_workers()) - busy):
-            if self.retries:
-                blocks = [self.retries.popleft()]
-            else:
-                blocks = self.scheduler.next_batch(self.pool.n_workers)
+            blocks = self._next_retry(worker) or self.scheduler.next_batch(self.pool.n_workers)
             if blocks:
                 # The worker's shared buffer may hold its first result, which is not read yet.
                 self._send(worker, blocks, again=True)
+
+    def _next_retry(self, worker: int) -> list[Block]:
+        """Return a block for a worker to train again; [] if there is none.
+
+        A block is tried on each node before it is tried again on one where a worker died: one bad
+        node must not pass for a client that kills its actors.
+        """
+        nodes = {worker.node for worker in self.pool.workers.values()}
+        node = self.pool.workers[worker].node
+        for block in self.retries:
+            struck = {place for place, _ in self.deaths.get(_clients_of(block), [])}
+            if node not in struck or nodes <= struck:
+                self.retries.remove(block)
+                return [block]
+        return []
 
     def _take_answer(self, reference: Reference) -> None:
         """Take in the result of a call, or handle its failure."""
@@ -290,10 +302,18 @@ class RayRound:
     # Uploads.
 
     def _upload(self) -> None:
-        """Upload the sums of all trained calls, or send them to their NodeAggregator."""
+        """Upload the sums of all trained calls, or send them to their NodeAggregator.
+
+        A sum is lost if its node has died since, so its blocks are trained again.
+        """
+        dead_nodes = self.pool.supervisor.dead_nodes()
         shares_by_node: dict[str, list[BlockCall]] = {}
         for share in self.trained:
-            shares_by_node.setdefault(share.node, []).append(share)
+            if share.node in dead_nodes:
+                self._end_worker(share, share.blocks, "its node died")
+                self.retries.extend(share.blocks)
+            else:
+                shares_by_node.setdefault(share.node, []).append(share)
         self.trained = []
         for node, shares in sorted(shares_by_node.items()):
             # A call whose clients have all failed has no sum.
@@ -409,15 +429,10 @@ class RayRound:
             if isinstance(call, BlockCall) and call.actor is failed.actor:
                 if not blocks:
                     for block in call.blocks:
-                        self.deaths.setdefault(_clients_of(block), []).append(why)
+                        self.deaths.setdefault(_clients_of(block), []).append((call.node, why))
                 blocks += call.blocks
                 del self.waiting[reference]
-        self.pool.remove_worker(
-            failed.worker,
-            f"in {round_name(self.t)}, with {counted(len(blocks), 'block')}: {first_line(why)}",
-            failed.actor,
-        )
-        self.pool.recoveries["system/blocks_retried"] += len(blocks)
+        self._end_worker(failed, blocks, first_line(why))
         for block in blocks:
             deaths = self.deaths.get(_clients_of(block), [])
             decision = self.pool.failure_policy.decide(ActorDied(why), Work.BLOCK, len(deaths))
@@ -426,13 +441,22 @@ class RayRound:
             else:
                 self._give_up(block, deaths, decision)
 
-    def _give_up(self, block: Block, deaths: list[str], decision: Decision) -> None:
+    def _end_worker(self, call: BlockCall, blocks: list[Block], why: str) -> None:
+        """End the worker of a call, and count the blocks that are lost with it."""
+        self.pool.remove_worker(
+            call.worker,
+            f"in {round_name(self.t)}, with {counted(len(blocks), 'block')}: {why}",
+            call.actor,
+        )
+        self.pool.recoveries["system/blocks_retried"] += len(blocks)
+
+    def _give_up(self, block: Block, deaths: list[tuple[str, str]], decision: Decision) -> None:
         """Stop the run, or drop the clients of a block during which too many workers died."""
         clients = _clients_of(block)
         names = ("client " if len(clients) == 1 else "clients ") + ", ".join(map(str, clients))
         message = (
             f"the actor that trained {names} died, {len(deaths)} times in turn; "
-            f"the first time: {deaths[0].strip()}"
+            f"the first time: {deaths[0][1].strip()}"
         )
         if decision is Decision.RAISE:
             raise ClientError(
