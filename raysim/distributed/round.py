@@ -353,11 +353,11 @@ class RayRound:
         failure = translated(error, f"{round_name(self.t)}: {call.who}")
         if self.pool.failure_policy.decide(failure, call.work) is Decision.RAISE:
             raise failure from None
+        cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(call, NodeSum):
-            cause = error.cause if isinstance(error, RayTaskError) else error
             self._retry_sum(reference, first_line(cause))
         else:
-            self._retry_blocks(call, str(error))
+            self._retry_blocks(call, str(cause))
 
     def _find_failures(self, waited: float) -> None:
         """Find actors that hang and nodes that died, because their calls never return.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raysim.distributed.transport import actor_calls
@@ -48,9 +49,10 @@ def translated(error: RayError, awaited: str) -> RaysimError:
         awaited: name of the call or of its result, for the message.
 
     Returns:
-        `ActorDied`; `ServerStateLost` if an input of the call is lost; `ConfigError` if the actor
-        found a mistake in the configuration, or a module is missing, while it started; the error of
-        raysim that the actor raised; or a `RaysimError` with another error that it raised.
+        `ActorDied`, also if the actor's GPU failed; `ServerStateLost` if an input of the call is
+        lost; `ConfigError` if the actor found a mistake in the configuration, or a module is
+        missing, while it started; the error of raysim that the actor raised; or a `RaysimError`
+        with another error that it raised.
     """
     if isinstance(error, RayTaskError):
         if isinstance(error.cause, RaysimError):
@@ -58,6 +60,9 @@ def translated(error: RayError, awaited: str) -> RaysimError:
         # If an argument of a call is lost, Ray reports it as the cause of the call's error.
         if isinstance(error.cause, RayError):
             return ServerStateLost(f"{awaited} cannot read its inputs: {first_line(error.cause)}")
+        # After an error of CUDA every later call of the process fails too: it counts as dead.
+        if isinstance(error.cause, torch.AcceleratorError):
+            return ActorDied(f"{awaited} failed: {first_line(error.cause)}")
         return RaysimError(f"{awaited} failed: {error}")
     reason = first_line(error)
     # Ray keeps only the text of an error that an actor raised while it started.

@@ -10,6 +10,7 @@ import _thread
 import dis
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -136,19 +137,25 @@ def _send_again_soon(number: int) -> None:
 
 
 def reraise_stop(error: BaseException) -> None:
-    """Raise an exception again if a signal to this process caused it.
+    """Raise an exception again if a signal to this process caused it, or a GPU that failed.
 
     It is meant for an `except BaseException` around a user's code, which may raise anything:
-    `sys.exit()` in a rule is an error of the rule, but Ctrl-C while the rule runs is not.
+    `sys.exit()` in a rule is an error of the rule, but Ctrl-C while the rule runs is not. After an
+    error of CUDA all later calls of the process fail, so it says nothing about the rule either.
 
     Args:
         error: the caught exception.
 
     Raises:
-        BaseException: a signal caused the exception; it is `error`.
+        BaseException: a signal or a GPU caused the exception; it is `error`.
     """
-    if isinstance(error, Stopped) or _came_from_a_handler(error):
+    if isinstance(error, Stopped) or _came_from_a_handler(error) or _gpu_failed(error):
         raise error
+
+
+def _gpu_failed(error: BaseException) -> bool:
+    """Return whether an exception is PyTorch's for errors of CUDA; it need not be imported."""
+    return isinstance(error, getattr(sys.modules.get("torch"), "AcceleratorError", ()))
 
 
 @contextmanager

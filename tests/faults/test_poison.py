@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from support.processes import basic, timeless, written
 
 import raysim
@@ -80,6 +81,23 @@ def test_a_dropped_client_is_as_one_that_raised(poisoned, tmp_path, recycled_act
     assert sum(record["clients/failed"] for record in done.history[1:]) == 1
     last = done.history[-1]
     assert last["system/actors_failed"] == 3 and last["system/server_restarts"] == 0
+
+
+def test_a_gpu_that_fails_is_no_fault_of_its_client(poisoned, tmp_path, recycled_actors):
+    """After an error of CUDA a process has lost its GPU: another one trains the client."""
+    flag = tmp_path / "failed once"
+    how = (
+        f"import torch; open({str(flag)!r}, 'w').close(); "
+        "raise torch.AcceleratorError('CUDA error: unspecified launch failure')"
+    )
+    config = poisoned(how, f"int(task.t) >= 1 and not os.path.exists({str(flag)!r})")
+    done = raysim.run(config, resources=RAY)
+    assert flag.exists() and done.history[-1]["system/actors_failed"] == 1
+    again = raysim.run(config, run_dir=str(tmp_path / "inline"))
+    assert again.digest == done.digest
+    flag.unlink()
+    with pytest.raises(torch.AcceleratorError):  # the process of an inline run has no other GPU
+        raysim.run(config, run_dir=str(tmp_path / "lost"))
 
 
 BROKEN = """

@@ -330,6 +330,12 @@ def test_an_interrupt_outside_of_a_run_is_one():
     reraise_stop(caught(rule))
 
 
+def test_an_error_of_cuda_is_none_of_the_rule():
+    with pytest.raises(torch.AcceleratorError):
+        reraise_stop(torch.AcceleratorError("CUDA error: device-side assert triggered"))
+    reraise_stop(torch.OutOfMemoryError("CUDA out of memory"))
+
+
 # -- runs in which nothing was trained -------------------------------------------------------------
 
 FAILING = {"faults.on_client_error": "drop", "local.lr": 1e30}

@@ -394,7 +394,9 @@ class CapturedStep:
         except torch.OutOfMemoryError:
             raise
         except BaseException as error:
-            reraise_stop(error)
+            # Also the error of CUDA for a step that cannot be captured: the GPU has not failed.
+            if not isinstance(error, torch.AcceleratorError):
+                reraise_stop(error)
             # The end of a capture that ran out of memory may raise an error of its own.
             if isinstance(error.__context__, torch.OutOfMemoryError):
                 raise error.__context__ from None
