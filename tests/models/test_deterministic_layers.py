@@ -90,6 +90,18 @@ def test_a_net_whose_layers_all_have_one_passes():
     check(nn.ReLU(), nn.LayerNorm(4))
 
 
+def loss_without_kernel(outputs: Tensor, y: Tensor) -> Tensor:
+    return _Backward.apply(nn.functional.cross_entropy(outputs, y))  # type: ignore[return-value]
+
+
+def test_a_loss_without_one_is_refused_too():
+    plan = prepare("quickstart", {"task.name": f"{__file__}:loss_without_kernel"})
+    with pytest.raises(
+        ConfigError, match="task.name: the loss of 'loss_without_kernel' has no deterministic kern"
+    ):
+        check_deterministic_layers(plan.net, plan.model())
+
+
 def test_an_error_in_training_names_the_key():
     said = described(RuntimeError(SAID_BY_TORCH))
     assert said.startswith("pool_backward_cuda has no deterministic kernel on a GPU")

@@ -1,7 +1,8 @@
-"""Whether a net can be trained with deterministic kernels on a GPU, tried on that GPU."""
+"""Whether a net and its loss have deterministic kernels on a GPU, tried on that GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from raysim.models.checks.against_pytorch import EXAMPLES
 from raysim.models.checks.original_net import original_copy
 from raysim.models.comparison import layer_names
 from raysim.models.default_device import tensors_on
-from raysim.models.flat import Model
+from raysim.models.flat import BoundModel, Model
 from raysim.system.deterministic_kernels import operation_without_kernel, use_deterministic_kernels
 from raysim.system.global_generators import generators_kept
 
@@ -23,14 +24,15 @@ LayerInputs = dict[nn.Module, tuple[Any, ...]]
 
 @torch.enable_grad()
 def check_deterministic_layers(net: nn.Module, model: Model) -> None:
-    """Run a net forward and backward with deterministic kernels only.
+    """Run a net and the task's loss forward and backward with deterministic kernels only.
 
     Args:
         net: the net as the user wrote it; not changed.
         model: the net as raysim reads it, on the device of the run.
 
     Raises:
-        ConfigError: a layer has no deterministic kernel on that device; the message names it.
+        ConfigError: a layer or the loss has no deterministic kernel on that device; the message
+            names it.
     """
     if model.device.type == "cuda":
         _refuse_dropout_between_layers(net, model)
@@ -44,21 +46,37 @@ def check_deterministic_layers(net: nn.Module, model: Model) -> None:
     restore = use_deterministic_kernels()
     try:
         with generators_kept(), tensors_on(model.device):
-            _differentiate(original(model.examples(EXAMPLES)[0]))
-    except RuntimeError as error:
-        operation = operation_without_kernel(error)
-        if not operation:
-            return  # an error that training will show
-        names = layer_names(original)
-        layer = next((layer for layer in inputs if _is_refused(layer, inputs[layer])), None)
-        place = "a function in forward" if layer is None else f"layer {names[layer]}"
-        raise ConfigError(
-            f"{model.label}: {place} has no deterministic kernel on this GPU ({operation}), so the "
-            "bits of a repeated run would differ; use another layer, or set "
-            "resources.deterministic=false to accept that"
-        ) from None
+            x, y = model.examples(EXAMPLES)
+            if operation := _refused(lambda: _differentiate(original(x))):
+                layer = next((layer for layer in inputs if _is_refused(layer, inputs[layer])), None)
+                name = "a function in forward"
+                if layer is not None:
+                    name = f"layer {layer_names(original)[layer]}"
+                raise _error(f"{model.label}: {name}", operation, "another layer")
+            bound, buffers = BoundModel.at_start(model)
+            outputs = bound.forward(x, "eval", buffers).detach().requires_grad_()
+            if operation := _refused(lambda: _differentiate(model.mean_loss(outputs, x, y))):
+                name = f"task.name: the loss of '{model.learning_task.name}'"
+                raise _error(name, operation, "another loss")
     finally:
         restore()
+
+
+def _refused(code: Callable[[], object]) -> str:
+    """Run code; return the operation in it that has no deterministic kernel, "" if all have one."""
+    try:
+        code()
+    except RuntimeError as error:  # any other error is one that training will show
+        return operation_without_kernel(error)
+    return ""
+
+
+def _error(what: str, operation: str, instead: str) -> ConfigError:
+    """Return the error of a layer or a loss with an operation that has no deterministic kernel."""
+    return ConfigError(
+        f"{what} has no deterministic kernel on this GPU ({operation}), so the bits of a repeated "
+        f"run would differ; use {instead}, or set resources.deterministic=false to accept that"
+    )
 
 
 def _refuse_dropout_between_layers(net: nn.Module, model: Model) -> None:
@@ -85,8 +103,4 @@ def _is_refused(layer: nn.Module, arguments: tuple[Any, ...]) -> bool:
     for argument in arguments:
         is_differentiable = isinstance(argument, Tensor) and argument.is_floating_point()
         own.append(argument.detach().requires_grad_() if is_differentiable else argument)
-    try:
-        _differentiate(layer(*own))
-    except RuntimeError as error:
-        return bool(operation_without_kernel(error))
-    return False
+    return bool(_refused(lambda: _differentiate(layer(*own))))
