@@ -97,7 +97,7 @@ def loss_without_kernel(outputs: Tensor, y: Tensor) -> Tensor:
 def test_a_loss_without_one_is_refused_too():
     plan = prepare("quickstart", {"task.name": f"{__file__}:loss_without_kernel"})
     with pytest.raises(
-        ConfigError, match="task.name: the loss of 'loss_without_kernel' has no deterministic kern"
+        ConfigError, match=r"task.name: the loss of 'loss_without_kernel' has no deterministic kern"
     ):
         check_deterministic_layers(plan.net, plan.model())
 
