@@ -223,8 +223,8 @@ def _check_configurations(name: str, source: str, overrides: Sequence[str]) -> N
 
 def _check_places(config: Config) -> None:
     """Raise ConfigError if the tracking store or the user's files are not available to a job."""
-    from raysim.config.sections.data import Arrays
     from raysim.prepare import file_digests
+    from raysim.prepare.absolute_paths import named_paths
 
     _check_store(config.tracking.uri)
     _check_results("run_dir", config.run_dir)
@@ -232,10 +232,7 @@ def _check_places(config: Config) -> None:
         path = reference.rpartition(":")[0]
         if path.endswith(".py"):
             _check_in_folder(key, path)
-    paths = dict(file_digests.own_paths(config))
-    if isinstance(config.data, Arrays):
-        paths["data.path"] = config.data.path
-    for key, path in paths.items():
+    for key, path in named_paths(config).items():
         # An absolute one may be on a disk that all nodes see.
         if not Path(path).expanduser().is_absolute():
             _check_in_folder(key, path)

@@ -255,7 +255,8 @@ def _other_group(path: list[str], raw: Any) -> str:
     """Return the hint that another group of the configuration is meant; "" if none is similar."""
     if path[:-1] != ["groups"]:
         return ""
-    near = nearest_words(path[-1], [name for name in raw["groups"] if name != path[-1]])
+    others = [str(name) for name in raw["groups"] if str(name) != path[-1]]
+    near = nearest_words(path[-1], others)
     return f"; did you mean groups.{near[0]}?" if near else ""
 
 

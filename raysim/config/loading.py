@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import yaml
 
 from raysim.config import limited_yaml
 from raysim.config.explain import top_level_hint
-from raysim.config.schema import SECTIONS_WITH_NAME, Config
+from raysim.config.schema import SECTIONS_WITH_NAME, Config, may_be_a_name
 from raysim.config.sections.base import name_of, named
 from raysim.config.shipped_files import FOLDER, shipped_files
 from raysim.errors import ConfigError, errors_begin
@@ -99,11 +99,11 @@ def read_config(
         raise ConfigError(
             f"{CLAIMS}: what is claimed of runs stands in the file, and is not given with ="
         )
-    layers = [*_layers(source), _nested(override_values)]
+    layers = [*_layers(source), nested(override_values)]
     merged: dict[str, Any] = {}
     for i, layer in enumerate(layers):
         name = name_of(layer.get("algorithm"))
-        replaced = any(map(_names_method, layers[i + 1 :]))
+        replaced = any(map(_parts_that_end, layers[i + 1 :]))
         brought = {} if name is None or replaced else defaults(name)
         layer = merge_layers(_with_names_of(layer, brought), layer, keys)
         merged = merge_layers(merged, layer, keys)
@@ -230,8 +230,12 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(values)
 
 
-def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted keys as nested sections; `algorithm=x` and `algorithm.beta1=0.5` share one."""
+def nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted keys as nested sections; `algorithm=x` and `algorithm.beta1=0.5` share one.
+
+    Args:
+        overrides: values by key. Where two set the same, the longer key counts.
+    """
     layer: dict[str, Any] = {}
     for key, value in overrides.items():
         if key.count(".") >= limited_yaml.MAX_NESTING_DEPTH:
@@ -239,19 +243,24 @@ def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
                 f"override '{key}': more than {limited_yaml.MAX_NESTING_DEPTH} sections inside "
                 "one another"
             )
-        place, (*path, last) = layer, key.split(".")
-        for part in path:
-            place[part] = place = (
-                named(place.get(part, {})) if part in SECTIONS_WITH_NAME else place.get(part, {})
-            )
-            if not isinstance(place, dict):
+        place, path = layer, tuple(key.split("."))
+        for depth, part in enumerate(path[:-1], 1):
+            inner = _section(place.get(part, {}), path[:depth])
+            if not isinstance(inner, dict):
                 raise ConfigError(f"override '{key}': '{part}' was already given a plain value")
-        value = named(value) if last in SECTIONS_WITH_NAME else value
-        before = place.get(last)
+            # A copy: the caller may lay the same value under other overrides too.
+            place[part] = place = dict(inner)
+        value, before = _section(value, path), place.get(path[-1])
         if isinstance(value, Mapping):
-            value = {**(before if isinstance(before, Mapping) else {}), **value}
-        place[last] = value
+            longer = before if isinstance(before, Mapping) else {}
+            value = merge_layers(value, longer, lambda section, old, new: (), path)
+        place[path[-1]] = value
     return layer
+
+
+def _section(value: Any, path: Sequence[str]) -> Any:
+    """Return the value at a place; a section that was shortened to its name as a mapping."""
+    return named(value) if may_be_a_name(path) else value
 
 
 def _with_names_of(layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,7 +277,7 @@ def merge_layers(
     below: Mapping[str, Any],
     above: Mapping[str, Any],
     keys: KeysOfBoth,
-    section: str | None = None,
+    section: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Merge a layer over another, section by section; other values replace those below.
 
@@ -276,16 +285,15 @@ def merge_layers(
         below: the lower layer, or a section of it.
         above: the upper layer, or the same section of it.
         keys: returns the keys that two names of a section share.
-        section: name of the section; None for whole layers.
+        section: keys of the section, from the top level on; () for whole layers.
     """
     dropped = _dropped_keys(below, above, keys, section)
     merged = {key: value for key, value in below.items() if key not in dropped}
     for key, value in above.items():
-        old = merged.get(key)
-        if key in SECTIONS_WITH_NAME:
-            old, value = named(old), named(value)
+        path = (*section, key)
+        old, value = _section(merged.get(key), path), _section(value, path)
         if isinstance(old, dict) and isinstance(value, dict):
-            value = merge_layers(old, value, keys, key)
+            value = merge_layers(old, value, keys, path)
         merged[key] = value
     return merged
 
@@ -294,23 +302,26 @@ def _dropped_keys(
     below: Mapping[str, Any],
     above: Mapping[str, Any],
     keys: KeysOfBoth,
-    section: str | None,
+    section: tuple[str, ...],
 ) -> set[str]:
     """Return the keys of the lower layer that have no meaning under the upper one."""
-    if section is None:
-        if above.get("algorithm") is not None:
-            return {"client", "server"}
-        return {"algorithm"} if _names_method(above) else set()
-    if section == "local":
+    if not section:
+        return _parts_that_end(above)
+    if section[-1] == "local":
         rivals = {"steps": "epochs", "epochs": "steps"}
-        return {rivals[key] for key in above if key in rivals}
+        return {rivals[key] for key in above if key in rivals and above[key] is not None}
     before, after = below.get("name"), above.get("name", below.get("name"))
-    if section in (*SECTIONS_WITH_NAME, "lr") and before != after:
-        return set(below) - set(keys(section, str(before), str(after)))
+    if before != after and (may_be_a_name(section) or section[-2:] == ("local", "lr")):
+        return set(below) - set(keys(section[-1], str(before), str(after)))
     return set()
 
 
-def _names_method(layer: Mapping[str, Any]) -> bool:
-    """Return whether a layer alone determines which method runs."""
-    named_parts = {k for k in ("algorithm", "client", "server") if layer.get(k) is not None}
-    return "algorithm" in named_parts or named_parts == {"client", "server"}
+def _parts_that_end(above: Mapping[str, Any]) -> set[str]:
+    """Return the sections of rules below a layer that its method replaces; none if it names none.
+
+    A layer that only sets hyper-parameters changes those of the method below.
+    """
+    parts = {part for part in ("algorithm", "client", "server") if name_of(above.get(part))}
+    if "algorithm" in parts:
+        return {"client", "server"}
+    return {"algorithm"} if parts == {"client", "server"} else set()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -48,6 +49,27 @@ SECTIONS_WITH_NAME = (
     "sampling",
     "optimizer",
 )
+"""Last keys of the sections that may be shortened to their name."""
+
+_NESTED = {
+    ("partition", "phases"),
+    ("schedule", "client_speeds"),
+    ("schedule", "sampling"),
+    ("local", "optimizer"),
+}
+"""Those of them that are not on the top level."""
+
+
+def may_be_a_name(section: Sequence[str]) -> bool:
+    """Return whether a section may be shortened to its name: `model` may, not `data.model`.
+
+    Args:
+        section: its keys, from the top level on.
+    """
+    path = tuple(section[2:] if section[0] == "groups" else section)
+    if len(path) == 1:
+        return path[0] in SECTIONS_WITH_NAME and path[0] not in {last for _, last in _NESTED}
+    return path in _NESTED
 
 
 FEDAVG = "fedavg"

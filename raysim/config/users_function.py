@@ -62,11 +62,13 @@ def _check_arguments(
     variable = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
     variable &= {parameter.kind for parameter in parameters.values()}
     named = {key: p for key, p in parameters.items() if p.kind not in variable}
-    if len(named) < n_given and not variable:
+    by_position = [key for key, p in named.items() if p.kind is not p.KEYWORD_ONLY]
+    if len(by_position) < n_given and inspect.Parameter.VAR_POSITIONAL not in variable:
         raise ConfigError(
-            f"{section}.name: {name} takes {len(named)} arguments; it is called with {n_given}"
+            f"{section}.name: {name} takes {len(by_position)} arguments; it is called with "
+            f"{n_given}"
         )
-    known = list(named)[n_given:]
+    known = [key for key in named if key not in by_position[:n_given]]
     if inspect.Parameter.VAR_KEYWORD not in variable:
         for key in lacking(keys, known):
             raise ConfigError(f"{section}.{key}: unknown key of '{name}'{did_you_mean(key, known)}")

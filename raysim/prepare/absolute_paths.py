@@ -27,21 +27,31 @@ def with_absolute_paths(config: Config) -> Config:
     Raises:
         ConfigError: the tracking store has no run of that id.
     """
-    paths: dict[str, str | None] = dict(own_paths(config))
+    paths = named_paths(config)
+    if weights.is_run_id(source := _initial_weights(config)):
+        with errors_begin("model.init_from: "):
+            paths["model.init_from"] = folder_of_tracked_run(source, config.tracking.uri)
+    for key, path in paths.items():
+        config = with_value(config, key, str(Path(path).expanduser().absolute()))
+    return config
+
+
+def named_paths(config: Config) -> dict[str, str]:
+    """Return the paths that a configuration names, by their keys; no parameters of users' code.
+
+    Args:
+        config: the configuration of a run.
+    """
+    paths = dict(own_paths(config))
     data = config.data
     is_on_hub = isinstance(data, HuggingFace) and not Path(data.path).expanduser().is_dir()
-    if isinstance(data, Data | Arrays | HuggingFace) and not is_on_hub:
+    if isinstance(data, Data | Arrays | HuggingFace) and not is_on_hub and data.path is not None:
         paths["data.path"] = data.path
     source = _initial_weights(config)
-    if weights.is_run_id(source):
-        with errors_begin("model.init_from: "):
-            source = folder_of_tracked_run(source, config.tracking.uri)
-    if source and not source.startswith((weights.TORCHVISION, weights.HUGGING_FACE)):
+    is_elsewhere = source.startswith((weights.TORCHVISION, weights.HUGGING_FACE))
+    if source and not is_elsewhere and not weights.is_run_id(source):
         paths["model.init_from"] = source
-    for key, path in paths.items():
-        if path is not None:
-            config = with_value(config, key, str(Path(path).expanduser().absolute()))
-    return config
+    return paths
 
 
 def _initial_weights(config: Config) -> str:

@@ -187,29 +187,22 @@ def read_sweep(
     points: list[dict[str, Any]] = []
     for grid in grids:
         for point in search_space.points(grid, n_samples, settings.sample_seed):
-            points.append(_with_overrides(point, fixed))
+            points.append(_with_overrides(point, fixed, read))
     return SweepSpec(points, drawn, fixed, settings, source, read)
 
 
-def _with_overrides(point: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
+def _with_overrides(
+    point: Mapping[str, Any], fixed: Mapping[str, Any], read: ReadConfig
+) -> dict[str, Any]:
     """Return a point in whose values overrides replace the keys that these values set."""
     changed = dict(point)
     for axis, value in point.items():
-        for key in fixed:
-            if key.startswith(f"{axis}.") and isinstance(value, Mapping):
-                value = _replaced(value, key.removeprefix(f"{axis}."), fixed[key])
-        changed[axis] = value
+        inside = {key: fixed[key] for key in fixed if key.startswith(f"{axis}.")}
+        if inside and isinstance(value, Mapping):
+            changed[axis] = read(loading.nested({axis: value}), inside)
+            for part in axis.split("."):
+                changed[axis] = changed[axis][part]
     return changed
-
-
-def _replaced(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return nested values in which a key with dots is replaced."""
-    first, _, rest = key.partition(".")
-    if not rest:
-        return {**values, first: value}
-    inner = values.get(first)
-    below = inner if isinstance(inner, Mapping) else {} if inner is None else {"name": inner}
-    return {**values, first: _replaced(below, rest, value)}
 
 
 def _drawn_keys(grids: Iterable[Mapping[str, Axis]]) -> dict[str, Draw]:

@@ -176,7 +176,7 @@ def _split_mapping(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     for key, value in overrides.items():
         if _IN_COMMON.match(key):
             fixed[key] = value
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple | range):
             axes[key] = parse_axis(key, list(value))
         elif _is_range(value) or _parse_draw(key, value) is not None:
             axes[key] = parse_axis(key, value)
@@ -342,11 +342,21 @@ def laid_over(
         fixed: keys with one value on the command line; they leave the grid.
         axes: keys with several values on the command line; they replace those of the grid.
     """
-    overridden = {_plain_key(key) for key in (*fixed, *axes)}
+    overridden = {_plain_key(key) for key in (*_keys_within(fixed), *axes)}
     return {
         **{key: values for key, values in grid.items() if _plain_key(key) not in overridden},
         **axes,
     }
+
+
+def _keys_within(values: Mapping[str, Any], above: str = "") -> list[str]:
+    """Return the dotted keys of nested values, and those of the values that are mappings."""
+    keys = []
+    for key, value in values.items():
+        keys.append(f"{above}{key}")
+        if isinstance(value, Mapping):
+            keys += _keys_within(value, f"{above}{key}.")
+    return keys
 
 
 def check_size(grids: Iterable[Mapping[str, Axis]], samples: int) -> None:

@@ -96,6 +96,8 @@ def test_all_code_that_a_configuration_names_is_uploaded(folder: Path, key: str)
         ("groups.a.file", "groups.a={{file: {}, client: fedprox}}"),
         ("partition.path", "partition={{name: file, path: {}}}"),
         ("data.path", "data={{name: arrays, path: {}}}"),
+        ("data.path", "data={{name: folder, path: {}}}"),
+        ("model.init_from", "model={{name: mlp, init_from: {}}}"),
     ],
 )
 def test_files_of_clients_and_examples_are_uploaded_or_absolute(

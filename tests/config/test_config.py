@@ -22,7 +22,7 @@ from raysim.attacks.noise_matching import MatchOptions
 from raysim.config import explain
 from raysim.config.loading import read_config, shipped
 from raysim.config.references import load_object
-from raysim.config.sections.base import at_round
+from raysim.config.sections.base import at_round, name_of
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import keys, prepare
@@ -178,6 +178,63 @@ def test_the_order_of_overrides_does_not_matter(small):
 )
 def test_a_whole_section_beside_one_of_its_keys_in_any_order(small, whole, part):
     assert layers(small, whole, part) == layers(small, part, whole)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [("fedper", "local.personal"), ("fedsgd", "local.steps"), ("fedbuff", "schedule.name")],
+)
+def test_a_hyper_parameter_changes_the_method_below_and_not_what_it_brings(algorithm, key):
+    """In an override, in a file over another, and where a sweep varies it."""
+    section, _, last = key.partition(".")
+    whole = layers({"algorithm": algorithm})
+    changed = layers({"algorithm": algorithm}, "algorithm.lr=0.5")
+    assert changed[section][last] == whole[section][last] is not None
+    assert changed["algorithm"] == {"name": algorithm, "lr": 0.5}
+    other = layers({"algorithm": algorithm}, "algorithm=fedavg")
+    assert section not in other, "another method brings what it needs itself"
+
+
+def test_a_hyper_parameter_leaves_the_rules_beside_the_method():
+    pair = {"algorithm": "fedprox", "server": "fedadam"}
+    assert layers(pair, "algorithm.mu=0.5")["server"] == {"name": "fedadam"}
+    assert "server" not in layers(pair, "algorithm=fedprox")
+    client = {"name": "fedprox", "mu": 0.5}
+    written = {"algorithm": "fedprox", "client": client, "server": "fedavg"}
+    assert layers(written, "algorithm.mu=0.7")["client"] == client
+    two = {"client.mu": 0.1, "server.lr": 0.5}
+    assert name_of(read_config(pair, two, keys, algorithm_defaults)["algorithm"]) == "fedprox"
+
+
+@pytest.mark.parametrize("null", ["local.epochs=null", "local.steps=null"])
+def test_no_epochs_do_not_take_the_steps_away(null):
+    given = {"steps": 20} if "epochs" in null else {"epochs": 2}
+    merged = layers({"local": given}, null)["local"]
+    assert {key: value for key, value in merged.items() if value is not None} == given
+
+
+def test_only_sections_are_shortened_to_their_names():
+    """`task` of a user's function is a word of its own."""
+    own = {"data": {"name": "mine.py:load", "task": "mnli"}}
+    assert layers(own, "data.task=sst2")["data"]["task"] == "sst2"
+    assert layers({"groups": {"client": {"share": 0.5}}})["groups"]["client"] == {"share": 0.5}
+    groups = layers({}, "groups.a.client=fedprox", "groups.a.client.mu=0.1")["groups"]
+    assert groups == {"a": {"client": {"name": "fedprox", "mu": 0.1}}}
+    nested = layers({"local": {"optimizer": "adam"}}, "local.optimizer.betas=[0.5, 0.9]")
+    assert nested["local"]["optimizer"] == {"name": "adam", "betas": [0.5, 0.9]}
+
+
+def test_a_value_that_is_laid_under_several_configurations_stays_as_it_is():
+    shared: dict[str, Any] = {"optimizer": {"name": "adam"}}
+    for point in ({"local": shared, "local.optimizer.betas": [0.5, 0.9]}, {"local": shared}):
+        read = read_config({"data": "digits"}, point, keys, algorithm_defaults)
+        assert ("betas" in read["local"]["optimizer"]) == (len(point) == 2)
+    assert shared == {"optimizer": {"name": "adam"}}
+
+
+def test_the_name_of_a_group_is_a_word(small):
+    with pytest.raises(ConfigError, match=r"groups\.1: .* write \"1\""):
+        prepare({**small, "groups": {1: {"share": 0.5, "client": "fedprox"}}})
 
 
 def test_what_was_given_is_left_alone(small):

@@ -742,6 +742,14 @@ def test_a_partition_of_ones_own_gets_the_labels_and_a_keyed_generator(here, con
         prepare(plan.config.model_dump(mode="json"))
 
 
+def test_an_argument_after_others_of_any_number_is_a_key(here, config, tmp_path):
+    (here / "p.py").write_text(PARTITION)
+    config["data"] = {"name": "arrays", "path": saved(tmp_path / "a.npz")}
+    config["partition"] = {"name": "p.py:in_turn", "clients": 4, "start": 1}
+    plan = prepare(config)
+    assert [plan.clients.client(k).tolist() for k in range(4)] == [[1], [2], [3], [4]]
+
+
 def test_clients_may_share_examples_if_that_is_asked_for(here, config, tmp_path):
     (here / "p.py").write_text(PARTITION)
     config["data"] = {"name": "arrays", "path": saved(tmp_path / "a.npz")}
@@ -765,6 +773,7 @@ def test_clients_may_share_examples_if_that_is_asked_for(here, config, tmp_path)
         ),
         ({"name": "p.py:words"}, "returned a int; return a list with the positions"),
         ({"name": "p.py:short"}, "takes 1 arguments; it is called with 3"),
+        ({"name": "p.py:by_name"}, "takes 1 arguments; it is called with 3"),
         ({"name": "p.py:few", "bias": 1}, "bias: unknown key of 'p.py:few'"),
         ({"name": "p.py:nothing"}, "p.py defines no 'nothing'"),
         ({"name": "p.py:few", "overlap": True, "val_fraction": 0.1}, "cannot be held out"),

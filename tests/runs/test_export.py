@@ -45,7 +45,7 @@ def accuracy(logits: Any, y: np.ndarray) -> float:
 def test_onnx_runtime_is_as_accurate_as_the_run(trained: RunResult, test_half: Any, tmp_path: Path):
     import onnxruntime
 
-    path = export(trained.run_dir, "onnx", out=tmp_path / "net.onnx")
+    path = export(trained.run_dir, "onnx", out=tmp_path / "nets" / "net.onnx")
     [logits] = onnxruntime.InferenceSession(path).run(None, {"inputs": test_half[0]})
     assert accuracy(logits, test_half[1]) == pytest.approx(trained.history[-1]["accuracy"])
 

@@ -492,6 +492,17 @@ def test_an_override_wins_over_a_key_inside_of_a_value_that_varies(tmp_path):
     (trial,) = prepare_sweep(config, ["algorithm.mu=0.5"], tmp_path).trials
     assert trial.params["client.mu"] == "0.5"
     assert trial.values == {}, "nothing varies any more"
+    steps = [{"steps": 5, "lr": 0.1}, {"steps": 5, "lr": 0.2}]
+    config = written(tmp_path / "d.yaml", sweep={"local": steps})
+    planned = prepare_sweep(config, ["local.epochs=2"], tmp_path)
+    assert [trial.values["local"] for trial in planned.trials] == [
+        {"epochs": 2, "lr": 0.1},
+        {"epochs": 2, "lr": 0.2},
+    ]
+    config = written(tmp_path / "e.yaml", sweep={"local.lr": [0.1, 0.2], "seed": [0, 1]})
+    planned = prepare_sweep(config, ["local={lr: 1.0, steps: 2}"], tmp_path)
+    assert [trial.values for trial in planned.trials] == [{"seed": 0}, {"seed": 1}]
+    assert {trial.config.local.lr for trial in planned.trials} == {1.0}
     groups = {"attackers": {"share": 0.2}}
     flipped = [None, {"name": "sign_flip", "factor": 2.0}]
     sweep = {"groups.attackers.client": flipped}

@@ -76,6 +76,7 @@ def export(
         return log_model(folder, net, _example(plan), name, step)
     path = out or folder / f"{name}{SUFFIXES[format]}"
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         if format == "torch":
             torch.save(net.state_dict(), path)
         else:
