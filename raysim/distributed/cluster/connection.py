@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from math import ceil
 from typing import Any, cast
 
@@ -189,22 +189,15 @@ def _refuse_fork() -> None:
         )
 
 
-@contextmanager
-def _handler_of_a_run_kept() -> Iterator[None]:
-    """Keep a run's handler of SIGTERM while Ray starts.
+def _handler_of_a_run_kept() -> AbstractContextManager[None]:
+    """Return a context in which Ray starts and leaves a run's handler of SIGTERM as it is.
 
     Ray would set its own, which raises SystemExit. If the signal interrupts a destructor, Python
     ignores that exception, and the run would go on. A run's handler remembers the signal.
     """
-    set_handler = getattr(utils, "set_sigterm_handler", None)
-    if set_handler is None or not a_run_handles(signal.SIGTERM):
-        yield
-        return
-    utils.set_sigterm_handler = lambda handler: None
-    try:
-        yield
-    finally:
-        utils.set_sigterm_handler = set_handler
+    if not hasattr(utils, "set_sigterm_handler") or not a_run_handles(signal.SIGTERM):
+        return nullcontext()
+    return loopback.replaced(utils, "set_sigterm_handler", lambda handler: None)
 
 
 def leave_cluster(broken: bool = False) -> None:

@@ -19,6 +19,7 @@ from ray._private import parameter, ray_constants, services
 
 from raysim.errors import ConfigError
 from raysim.system.files import free_space
+from raysim.system.processes import variables_kept
 
 CLUSTER_SWITCH_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Environment variable that, set to 0, makes all processes of Ray listen on 127.0.0.1 only.
@@ -64,19 +65,11 @@ def check_temporary_folder() -> None:
 @contextmanager
 def only() -> Iterator[None]:
     """Return a context in which a Ray started here listens on the loopback interface only."""
-    variable = os.environ.get(CLUSTER_SWITCH_VARIABLE)
-    constant = getattr(ray_constants, "ENABLE_RAY_CLUSTER", None)
     # The variable is for the processes that Ray starts; this process read it during the import.
-    os.environ[CLUSTER_SWITCH_VARIABLE] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
+    listens = replaced(ray_constants, "ENABLE_RAY_CLUSTER", False)
+    with variables_kept([CLUSTER_SWITCH_VARIABLE]), listens:
+        os.environ[CLUSTER_SWITCH_VARIABLE] = "0"
         yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = constant
-        if variable is None:
-            del os.environ[CLUSTER_SWITCH_VARIABLE]
-        else:
-            os.environ[CLUSTER_SWITCH_VARIABLE] = variable
 
 
 @contextmanager
@@ -88,20 +81,19 @@ def few_processes() -> Iterator[None]:
     for its agent; the second one tries for seconds, then starts without it. A Ray whose private
     parameters are others is left alone.
     """
-    with ExitStack() as replaced:
+
+    def no_dashboard(*arguments: Any, **options: Any) -> tuple[None, None]:
+        return None, None  # neither an address nor a process
+
+    with ExitStack() as changed:
         parameters = getattr(parameter, "RayParams", None)
         if parameters is not None:
             known = UNUSED_PARTS.keys() & signature(parameters).parameters
             fixed = partial(parameters, **{name: UNUSED_PARTS[name] for name in known})
-            replaced.enter_context(_replaced(parameter, "RayParams", fixed))
+            changed.enter_context(replaced(parameter, "RayParams", fixed))
         if hasattr(services, "start_api_server"):
-            replaced.enter_context(_replaced(services, "start_api_server", _no_dashboard))
+            changed.enter_context(replaced(services, "start_api_server", no_dashboard))
         yield
-
-
-def _no_dashboard(*arguments: Any, **options: Any) -> tuple[None, None]:
-    """Return what Ray expects of the start of its dashboard: no address and no process."""
-    return None, None
 
 
 def patient_start() -> AbstractContextManager[None]:
@@ -124,7 +116,7 @@ def patient_start() -> AbstractContextManager[None]:
                     raise
                 time.sleep(0.1)
 
-    return _replaced(services, "get_node", patient)
+    return replaced(services, "get_node", patient)
 
 
 def own_process_group() -> AbstractContextManager[None]:
@@ -137,13 +129,19 @@ def own_process_group() -> AbstractContextManager[None]:
     popen = getattr(services, "ConsolePopen", None)
     if popen is None:
         return nullcontext()
-    return _replaced(services, "ConsolePopen", partial(popen, process_group=0))
+    return replaced(services, "ConsolePopen", partial(popen, process_group=0))
 
 
 @contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Return a context in which an attribute of a module of Ray has another value."""
-    original = getattr(module, name)
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Return a context in which an attribute of a module of Ray has another value.
+
+    Args:
+        module: the module.
+        name: name of the attribute; one that is missing is None afterwards.
+        value: its value in the context.
+    """
+    original = getattr(module, name, None)
     setattr(module, name, value)
     try:
         yield
