@@ -128,6 +128,8 @@ CLIENTS = [
     ("Later", {"what": "own generator"}, MEMORY),
     ("Later", {"what": "in place"}, 'changes shared["x"] in place'),
     ("FloatLoss", {}, "returns a float; return a tensor"),
+    ("FloatLoss", {"what": "mean"}, "the loss returns a tensor []; return a tensor, one value for"),
+    ("FloatLoss", {"what": "classes"}, "the loss returns a tensor [5, 10]; return a tensor, one"),
     ("FloatLoss", {"what": "detached"}, "returns values without a gradient"),
     ("DrawsInStep", {}, "task.rng('scale'): not available in local steps"),
     ("MetricNamedWrongly", {}, "which is neither in its `sends` nor a metric"),

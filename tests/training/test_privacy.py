@@ -234,6 +234,50 @@ def test_a_rule_that_looks_twice_is_stopped_by_name(base, source):
         )
 
 
+MEETING = """
+from dataclasses import dataclass
+
+from raysim.rules import ClientRule, task_loss
+
+
+def meeting(net, batch):
+    h = net.features
+    return task_loss(net, batch) + (h - h.mean(0)).square().sum(1)
+
+
+@dataclass(frozen=True)
+class Loss(ClientRule):
+    def loss(self, shared, state, net, batch, task):
+        return meeting(net, batch)
+
+
+@dataclass(frozen=True)
+class Direction(ClientRule):
+    def direction(self, shared, state, batch, task):
+        return task.grad(state["w"], batch, meeting)
+
+
+@dataclass(frozen=True)
+class OwnAlone(ClientRule):
+    def loss(self, shared, state, net, batch, task):
+        return task_loss(net, batch) + net.features.square().sum(1)
+"""
+
+
+def test_a_rule_whose_loss_couples_examples_is_refused_under_example_privacy(base, source):
+    path = source("meeting", MEETING)
+    keys = {"rounds": 1, "server": "fedavg", "model": {"name": "mlp", "hidden": [4]}}
+    privacy = {"max_grad_norm": 0.01, "noise_multiplier": 0.1}
+    for name in ("Loss", "Direction"):
+        config = {**base, **keys, "client": f"{path}:{name}"}
+        with pytest.raises(
+            ConfigError, match=r"^client\.name: .*changes with the other examples .*meeting\.py, line"
+        ):
+            prepare({**config, "privacy": privacy})
+        prepare(config)
+    prepare({**base, **keys, "client": f"{path}:OwnAlone", "privacy": privacy})
+
+
 LOOK = program("privacy_look")
 
 

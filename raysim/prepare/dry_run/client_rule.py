@@ -31,6 +31,7 @@ from raysim.config.sections.base import with_value
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.models.comparison import close, same_values
+from raysim.prepare.dry_run.coupled_examples import SeparateExamples
 from raysim.prepare.dry_run.finite_updates import keys_not_finite, refuse_not_finite
 from raysim.prepare.dry_run.small_clients import SmallClients, changed, device_of, next_task
 from raysim.prepare.dry_run.watched import check_used, watched
@@ -219,6 +220,8 @@ class RuleDryRun(SmallClients):
         trainer, broadcast, tasks = self.stage(device_of(self.config.resources.gpus))
         if self.large:
             tasks = tasks[1:]
+        if self.config.example_privacy is not None:
+            trainer.task = SeparateExamples(trainer.model, trainer.settings)
         trainer.rule = watched(trainer.rule)
         trained = _unbroken(trainer.train_block({0: broadcast}, Block(0, tasks)))
         if any(update.error for update in trained):

@@ -23,7 +23,7 @@ from raysim.training.tasks.constants import Constants
 from raysim.training.tasks.fast_gradient import FastGradient, by_autograd
 from raysim.training.tasks.forward_pass import ForwardPass, of_bound
 from raysim.training.tasks.local_step import LocalSettings, step_in_place, steps_in_place
-from raysim.training.tasks.task import ModelTask, NetAtPoint
+from raysim.training.tasks.task import ModelTask, NetAtPoint, losses_of
 
 
 class LoopTask(ModelTask):
@@ -263,7 +263,7 @@ class LoopTask(ModelTask):
             self._left_out(loss, w, others or {}) as constants,
             self._nets_at(w, partial(self._net, bound)),
         ):
-            value = loss(net, batch, *of_others).mean()
+            value = losses_of(loss, net, batch, *of_others).mean()
             gradients = constants.gradients(value, [*bound.parameters, *leaves.values()])
         return gradients, of_task(net.logits, batch) if mode == "train" else value
 
@@ -301,7 +301,7 @@ class LoopTask(ModelTask):
         x = batch.x.detach().requires_grad_()
         net = self.net(w, replace(batch, x=x), "eval", buffers)
         with self.model.passes():
-            return torch.autograd.grad(loss(net, batch).sum(), x)[0]
+            return torch.autograd.grad(losses_of(loss, net, batch).sum(), x)[0]
 
     def _nets_of(self, w: Tensor) -> NetAtPoint:
         """Return what makes forward passes on a copy of the net. See `ModelTask._nets_of`."""

@@ -15,7 +15,7 @@ from raysim.rules.contract import State
 from raysim.rules.losses import JointLoss, Loss, task_loss
 from raysim.rules.task import PassMode
 from raysim.training.tasks.forward_pass import ForwardPass, forward_pass
-from raysim.training.tasks.task import ModelTask, NetAtPoint
+from raysim.training.tasks.task import ModelTask, NetAtPoint, losses_of
 
 
 class PureTask(ModelTask):
@@ -62,7 +62,7 @@ class PureTask(ModelTask):
             moved: list[Tensor] = []
             net = self._net(w, batch, mode, statistics, True, moved)
             with self._nets_at(points[0], partial(self._net, w, moved=[])):
-                value = batch.mean(loss(net, batch, *others))
+                value = batch.mean(losses_of(loss, net, batch, *others))
             is_plain = self.model.is_own_loss(loss) or mode != "train"
             plain = value if is_plain else batch.mean(task_loss(net, batch))
             # torch.func.grad returns tensors only: no statistics are an empty one.
@@ -83,7 +83,8 @@ class PureTask(ModelTask):
         self._guard("input_grad")
 
         def total(x: Tensor) -> Tensor:
-            return loss(self.net(w, replace(batch, x=x), "eval", buffers), batch).sum()
+            net = self.net(w, replace(batch, x=x), "eval", buffers)
+            return losses_of(loss, net, batch).sum()
 
         with self.model.passes():
             return torch.func.grad(total)(batch.x)

@@ -11,10 +11,11 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
+from raysim.errors import ContractError
 from raysim.models.flat import Model
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, State
-from raysim.rules.errors.user_code import breach
+from raysim.rules.errors.user_code import breach, function_defined_at
 from raysim.rules.losses import JointLoss, Loss, Net, task_loss
 from raysim.rules.public import PublicData
 from raysim.rules.task import LocalData, PassMode, Task
@@ -24,6 +25,30 @@ from raysim.training.tasks.local_step import LocalSettings, downhill, stepped
 
 NetAtPoint = Callable[[Batch | None, PassMode, Tensor | None, bool], Net]
 """Makes a net at the point of a gradient, of batch, mode, statistics [Q] and dropout."""
+
+
+def losses_of(loss: Callable[..., Tensor], net: Net, batch: Batch, *others: State) -> Tensor:
+    """Return the losses of a batch's examples, [B].
+
+    Args:
+        loss: the loss function.
+        net: the forward pass.
+        batch: the batch.
+        others: further arguments of the loss.
+
+    Raises:
+        ContractError: the loss returns something else.
+    """
+    values = loss(net, batch, *others)
+    if isinstance(values, Tensor) and values.shape == (batch.size,):
+        return values
+    kind = type(values).__name__
+    # A mean would be divided by the number of examples once more.
+    returned = f"a tensor {list(values.shape)}" if isinstance(values, Tensor) else f"a {kind}"
+    raise ContractError(
+        f"the loss returns {returned}; return a tensor, one value for each example, "
+        f"[{batch.size}] ({function_defined_at(loss)})"
+    )
 
 
 class ModelTask(Task):
@@ -291,7 +316,7 @@ class ModelTask(Task):
 
             net = net_at(batch, mode, buffers, True)
             with self._nets_at(w, net_at):
-                values = loss(net, batch)
+                values = losses_of(loss, net, batch)
             is_plain = self.model.is_own_loss(loss) or mode != "train"
             plain = values if is_plain else task_loss(net, batch)
             return values.sum(), plain.detach()
