@@ -19,6 +19,7 @@ from raysim.engine.state.client_store import ClientStateStore
 from raysim.errors import ClientError, RaysimError, round_name
 from raysim.rules.contract import ServerRule
 from raysim.rules.errors.user_code import breach
+from raysim.rules.reports import WEIGHT_TOLERANCE
 from raysim.rules.rule import Problem
 from raysim.schedule import ScheduledRound
 from raysim.server.round_cohort import RoundCohort
@@ -26,9 +27,6 @@ from raysim.server.update_checks import errors_name_rule
 from raysim.training.messages import ClientTask
 
 logger = logging.getLogger("raysim")
-
-WEIGHT_TOLERANCE = 1e-6
-"""Rounding in the sum of a round's weights."""
 
 
 @dataclass

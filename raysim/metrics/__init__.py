@@ -34,7 +34,7 @@ def declare(name: str, unit: str, meaning: str, rule: str, users_own: bool) -> N
         rule: name of the rule. Several rules may declare one metric.
         users_own: whether the rule is not shipped.
     """
-    if any(metric.matches(name) for metric in _OF_ENGINE):
+    if is_of_engine(name):
         return  # what it is stands in the engine's list
     rules = frozenset({rule})
     if before := _DECLARED.get(name):
@@ -113,6 +113,15 @@ def find_metric(name: str) -> Metric | None:
     """
     candidates = [*_OF_ENGINE, *_DECLARED.values(), *_FORMS_OF_USERS]
     return next((metric for metric in candidates if metric.matches(name)), None)
+
+
+def is_of_engine(name: str) -> bool:
+    """Return whether the engine itself logs a metric of this name.
+
+    Args:
+        name: name of the metric, such as "server/uploads".
+    """
+    return any(metric.matches(name) for metric in _OF_ENGINE)
 
 
 def name_taken(name: str) -> str | None:

@@ -25,7 +25,8 @@ class Metric:
     """A metric, or with a part in braces all metrics of that form.
 
     Attributes:
-        name: name in records and MLflow, such as "accuracy" or "staleness/from_{n}".
+        name: name in records and MLflow, such as "accuracy" or "staleness/from_{n}". One letter in
+            braces stands for a number, a word for anything.
         unit: unit of the values; "" for none.
         meaning: what the metric measures.
         logged: when it is logged, or the configuration key that switches it on.
@@ -55,7 +56,8 @@ class Metric:
         """
         if "{" not in self.name:
             return name == self.name
-        pattern = re.sub(r"\\\{\w+\\\}", ".+", re.escape(self.name))
+        pattern = re.sub(r"\\\{\w\\\}", r"\\d+", re.escape(self.name))
+        pattern = re.sub(r"\\\{\w+\\\}", ".+", pattern)
         return re.fullmatch(pattern, name) is not None
 
 

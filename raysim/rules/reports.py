@@ -12,8 +12,10 @@ from numpy.random import Generator
 from torch import Tensor
 
 from raysim.errors import ContractError
+from raysim.metrics import is_of_engine
 from raysim.randomness import generator
 from raysim.rules.public import PublicData
+from raysim.rules.rule import place_of_metric
 from raysim.rules.task import Task
 from raysim.rules.unknown_attributes import SuggestsAttributes
 from raysim.spelling import did_you_mean
@@ -59,8 +61,21 @@ class Cohort(SuggestsAttributes):
 
         Args:
             metrics: numbers, or tensors of one number, by name.
+
+        Raises:
+            ContractError: the engine logs a metric of that name itself.
         """
+        for name in metrics:
+            if is_of_engine(place_of_metric("server", name)):
+                raise ContractError(
+                    f"log: '{name}' is a metric of the engine's in each round; give this one "
+                    "another name"
+                )
         self.metrics.update({k: float(v) for k, v in metrics.items()})
+
+
+WEIGHT_TOLERANCE = 1e-6
+"""Rounding in the sum of a round's weights."""
 
 
 def _no_task() -> Task:
@@ -141,13 +156,25 @@ class Reports(Cohort):
             weights: p_i [K], in the order of `ids`.
 
         Raises:
-            ContractError: they are not one number for each client.
+            ContractError: they are not one number for each client, one is negative, or they sum to
+                more than 1.
         """
         self.given_weights = [float(p) for p in weights]
         if len(self.given_weights) != len(self.ids):
             raise ContractError(
                 f"reports.set_weights got {len(self.given_weights)} weights for "
                 f"{len(self.ids)} clients; pass one weight per client"
+            )
+        # Else BatchNorm statistics would not be a mean: a variance might become negative.
+        if any(p < 0 for p in self.given_weights):
+            raise ContractError(
+                f"reports.set_weights got {self.given_weights}; pass weights of which none is "
+                "negative"
+            )
+        if (total := sum(self.given_weights)) > 1 + WEIGHT_TOLERANCE:
+            raise ContractError(
+                f"reports.set_weights got weights that sum to {total:g}, and reports.mean would be "
+                "as many times a mean; divide them by their sum, raysim.rules.normalised(weights)"
             )
 
     def mean(self, key: str) -> Tensor:

@@ -122,6 +122,8 @@ class Server:
             check_tensors(rule, "init", self.state)
             check_state(rule, "init", {"x": x0}, {"x": self.state.get("x", x0)})
         self.cohort = Cohort(0, [], problem.n_nonempty, seed=problem.seed)
+        self.sent: dict[str, tuple[Tensor, int]] = {}
+        """The tensors of the last broadcast, which clients may still use, with their versions."""
         self.evaluated: Tensor | None = None
         """[P], the parameters that the last broadcast has for evaluation alone."""
         self.admitted: Prepared[dict[str, float]] = Prepared(NO_ROUND, {})
@@ -199,10 +201,12 @@ class Server:
                 # A round without clients only asks for the model: at the end, or for candidates.
                 state = rule.before_round({**self.state}, self.cohort)
                 check_state(rule, "before_round", self.state, state)
+                check_unchanged(rule, "before_round", self.sent)
                 self.state = state
                 self.admitted = Prepared(following.t, self.cohort.metrics)
             shared = rule.broadcast({**self.state})
             check_tensors(rule, "broadcast", shared)
+            self.sent = versions_of(shared)
             shared = brought_to(shared, self.device)
             evaluated = None
             if overridden(rule, ["for_evaluation"]):
@@ -248,11 +252,9 @@ class Server:
             metrics |= step.before(reports, Broadcast(self.state, self.buffers))
         with self._names_errors(rule, "update", round.t, lambda: described_uploads(reports)):
             # A copy, because the state before is compared with what `update` returns.
-            provided = {key: self.state[key] for key in rule.provides if key in self.state}
-            versions = versions_of(provided)
             state = rule.update({**self.state}, reports)
             check_update(rule, round.t, self.state, state, reports)
-            check_unchanged(rule, "update", provided, versions)
+            check_unchanged(rule, "update", self.sent)
         for step in self.steps:
             state = step.after(self.state, state)
         self.state = state
@@ -260,7 +262,7 @@ class Server:
             self.buffers, mean_statistics, client_statistics, reports.given_weights
         )
         if n_uploads:
-            reports.log(weights_entropy=_entropy(reports.given_weights or weights))
+            reports.metrics["weights_entropy"] = _entropy(reports.given_weights or weights)
         return {
             **self._named(reports.metrics),
             **metrics,

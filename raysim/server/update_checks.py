@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from raysim.errors import RaysimError, round_name
 from raysim.numerics.fixed_point import NonFiniteError
@@ -86,37 +87,37 @@ def check_state(rule: ServerRule, method: str, before: State, state: State) -> N
             )
 
 
-def versions_of(tensors: State) -> dict[str, int]:
-    """Return the versions of tensors, as PyTorch counts changes in place; of those that have one.
+def versions_of(tensors: State) -> dict[str, tuple[Tensor, int]]:
+    """Return tensors with their versions, as PyTorch counts changes in place.
 
-    A view has the version of the tensor whose part it is, another part of which may change.
+    Those that have no version are left out. A view has the version of the tensor whose part it is,
+    another part of which may change.
 
     Args:
         tensors: the tensors by name.
     """
     return {
-        key: tensor._version
+        key: (tensor, tensor._version)
         for key, tensor in tensors.items()
         if not tensor.is_inference() and not tensor._is_view()
     }
 
 
 def check_unchanged(
-    rule: ServerRule, method: str, tensors: State, versions: Mapping[str, int]
+    rule: ServerRule, method: str, versions: Mapping[str, tuple[Tensor, int]]
 ) -> None:
     """Check that a method has not changed tensors in place.
 
     Args:
         rule: the server rule.
         method: the method that has run.
-        tensors: tensors that clients may still use.
-        versions: their versions before, as PyTorch counts changes.
+        versions: tensors that clients may still use, and their versions before.
 
     Raises:
         ContractError: it has changed one.
     """
-    for key, version in versions.items():
-        if tensors[key]._version != version:
+    for key, (tensor, version) in versions.items():
+        if tensor._version != version:
             raise breach(
                 rule,
                 method,

@@ -13,7 +13,14 @@ from raysim import metrics
 from raysim.algorithms.fedavg import FedAvgServer
 from raysim.config.explain import validate
 from raysim.engine.round_metrics import virtual_time_metric
-from raysim.metrics import METRICS, all_metrics, find_metric, lower_is_better
+from raysim.metrics import (
+    METRICS,
+    all_metrics,
+    find_metric,
+    is_share,
+    lower_is_better,
+    name_taken,
+)
 from raysim.rules import Logged
 from raysim.rules.methods import registry
 from raysim.schedule import make_schedule
@@ -117,6 +124,15 @@ def test_clients_that_were_never_seen_become_fewer(base):
 )  # fmt: skip
 def test_losses_and_deviations_are_better_when_lower(name, lower):
     assert lower_is_better(name) == lower
+
+
+def test_one_letter_in_braces_is_a_number():
+    top = find_metric("top5")
+    assert top is not None and top.name == "top{k}" and is_share("top5")
+    for name in ("topology", "top_error"):
+        assert name_taken(name) is None and not is_share(name)
+    kind = find_metric("theory/eps_local")
+    assert kind is not None and kind.name == "theory/eps_{kind}"
 
 
 def test_each_metric_has_one_line():

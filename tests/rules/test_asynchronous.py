@@ -111,11 +111,17 @@ def test_weights_that_are_none_are_refused(how, message, given, engine):
     [
         ("Early", "update calls reports.set_weights; set weights_after_training = True"),
         ("Short", "got 1 weights for 2 clients; pass one weight per client"),
+        ("Heavy", r"weights that sum to 2, .* by their sum, raysim\.rules\.normalised\(weights\)"),
     ],
 )
 def test_a_rule_that_weighs_late_says_so(rule, message, given, engine):
     with pytest.raises(RaysimError, match=message):
         engine(given(rule))
+
+
+def test_weights_that_are_set_are_not_negative(given, engine):
+    with pytest.raises(RaysimError, match=r"set_weights got \[-0.5, 1.0\]; .* none is negative"):
+        engine(given("Heavy", first=-0.5))
 
 
 @pytest.mark.parametrize("mode", ["mean", "per_client"])

@@ -52,6 +52,15 @@ class Early(Last):
 
 
 @dataclass(frozen=True)
+class Heavy(Last):
+    first: float = 1.0
+
+    def update(self, state, reports):
+        reports.set_weights([self.first] + [1.0] * (len(reports.ids) - 1))
+        return {"x": state["x"]}
+
+
+@dataclass(frozen=True)
 class Short(Last):
     def update(self, state, reports):
         reports.set_weights([1.0])
