@@ -246,7 +246,8 @@ def _check_small_tensor_rule(rule: GradMAClient | GradMAServer) -> None:
         )
 
 
-_AUTHORS_CODE = {"qp_scope": "per_tensor", "weights": "samples", "dropout": "independent"}
+_AUTHORS_CODE = {"qp_scope": "per_tensor", "weights": "samples"}
+_OF_CLIENT = {**_AUTHORS_CODE, "dropout": "independent"}
 
 Algorithm(
     "gradma_w",
@@ -254,7 +255,7 @@ Algorithm(
     FedAvgServer,
     "Luo 2023",
     state="server 0, client P",
-    presets={"authors_code": {**_AUTHORS_CODE, "previous": "memory", "first_previous": "global"}},
+    presets={"authors_code": {**_OF_CLIENT, "previous": "memory", "first_previous": "global"}},
 )
 Algorithm(
     "gradma_s",
@@ -270,5 +271,5 @@ Algorithm(
     GradMAServer,
     "Luo 2023",
     state="server (m+1)·P, client P",
-    presets={"authors_code": {**_AUTHORS_CODE, "previous": "reset"}},
+    presets={"authors_code": {**_OF_CLIENT, "previous": "reset"}},
 )

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
+from types import SimpleNamespace, UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    NamedTuple,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from numpy.random import Generator
@@ -15,7 +28,7 @@ from torch import Tensor
 
 from raysim import metrics
 from raysim.config.schema import GENERAL
-from raysim.config.sections.base import at_round
+from raysim.config.sections.base import SCHEDULE, at_round
 from raysim.randomness import generator
 from raysim.rules.public import PublicNeed
 
@@ -89,7 +102,8 @@ class Logged(NamedTuple):
     """A metric that a rule logs: a server rule by `reports.log`, a client rule by `task.log`."""
 
     name: str
-    """Its name there; a part in braces stands for several, as in "utility_q{q}"."""
+    """Its name there; a part in braces stands for several, as in "utility_q{q}": one letter stands
+    for a number, a word for anything."""
     meaning: str
     """Description for the lists of metrics."""
     unit: str = ""
@@ -141,18 +155,43 @@ class Rule:
 
 @cache
 def _scheduled_fields(cls: type[Rule]) -> list[str]:
-    """Return the names of the fields that are a number or a schedule, such as `Scheduled`.
+    """Return the names of the fields of type `Scheduled`, or of a type that is made of it.
 
     Other lists, even of pairs, are what they are.
     """
-    kinds = get_type_hints(cls)
-    scheduled = []
-    for entry in dataclasses.fields(cls):
-        kinds_of_field = get_args(kinds[entry.name])
-        has_list = any(get_origin(kind) is list for kind in kinds_of_field)
-        if has_list and {int, float} & {*kinds_of_field}:
-            scheduled.append(entry.name)
-    return scheduled
+    return [name for name, kind in field_types(cls).items() if _is_scheduled(kind)]
+
+
+def _is_scheduled(kind: Any) -> bool:
+    """Return whether a type is `Scheduled`, perhaps with bounds or None."""
+    if SCHEDULE in getattr(kind, "__metadata__", ()):
+        return True
+    is_made_of_others = get_origin(kind) in (Annotated, Union, UnionType)
+    return is_made_of_others and any(map(_is_scheduled, get_args(kind)))
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass by name, with what `Annotated` adds to them.
+
+    Annotations of class variables are not looked at: they may name what a module imports for type
+    checkers alone.
+
+    Args:
+        cls: the dataclass.
+
+    Raises:
+        NameError: the module of a class does not know a name in the annotation of a field.
+    """
+    names = {entry.name for entry in dataclasses.fields(cls)}
+    types: dict[str, Any] = {}
+    for ancestor in reversed(cls.__mro__):
+        own = inspect.get_annotations(ancestor)
+        of_fields = SimpleNamespace(
+            __annotations__={name: own[name] for name in own.keys() & names}
+        )
+        variables = vars(sys.modules.get(ancestor.__module__, of_fields))
+        types |= get_type_hints(of_fields, dict(vars(ancestor)), variables, include_extras=True)
+    return {entry.name: types[entry.name] for entry in dataclasses.fields(cls)}
 
 
 SHIPPED_PACKAGE = "raysim.algorithms"

@@ -96,12 +96,15 @@ def _schema_within(**bounds: float) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [number, {"type": "array", "items": pair}]})
 
 
+SCHEDULE = WrapValidator(_scheduled)
+"""The mark of `Scheduled` and of what is made of it."""
+
 if TYPE_CHECKING:  # a rule sees the number that is due in its round
     Scheduled = float
     PositiveScheduled = float
     UnitScheduled = float
 else:
-    Scheduled = Annotated[float | list[tuple[int, float]], WrapValidator(_scheduled)]
+    Scheduled = Annotated[float | list[tuple[int, float]], SCHEDULE]
     """A number, or a piecewise-constant schedule over rounds: a list of [first round, value]."""
     PositiveScheduled = Annotated[
         Scheduled, AfterValidator(_positive_throughout), _schema_within(exclusiveMinimum=0)

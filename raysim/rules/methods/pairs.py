@@ -178,6 +178,7 @@ def _rules_of_algorithm(config: Config) -> dict[str, Any]:
     classes = {"client": algorithm.client, "server": algorithm.server}
     classes = {half: cls for half, cls in classes.items() if getattr(config, half) is None}
     parameters = config.algorithm.parameters
+    _refuse_unknown_values(algorithm)
     preset = _preset_values(algorithm, parameters.pop("preset", None))
     _refuse_unknown_parameters(algorithm, classes.values(), parameters, config)
     values = {**algorithm.settings, **preset, **parameters}
@@ -187,6 +188,19 @@ def _rules_of_algorithm(config: Config) -> dict[str, Any]:
         )
         for half, cls in classes.items()
     }
+
+
+def _refuse_unknown_values(algorithm: Algorithm) -> None:
+    """Refuse settings and presets of an algorithm that none of its rules has."""
+    rules = algorithm.client, algorithm.server
+    known = {*itertools.chain(*map(hyperparameter_names, rules))}
+    places = {f"presets['{name}']": values for name, values in algorithm.presets.items()}
+    for place, values in {"settings": algorithm.settings, **places}.items():
+        for key in lacking(values, known):
+            raise ConfigError(
+                f"algorithm.name: {place} of Algorithm '{algorithm.name}' has '{key}', which is no "
+                f"hyper-parameter of its rules{did_you_mean(key, known)}"
+            )
 
 
 def _preset_values(algorithm: Algorithm, name: Any) -> Mapping[str, Any]:
