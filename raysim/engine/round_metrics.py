@@ -107,8 +107,8 @@ def staleness_metrics(scheduled: ScheduledRound) -> Record:
 def client_metrics(clients: Sequence[ClientResult]) -> Record:
     """Return the training loss of a round's clients, and the metrics that their rules reported.
 
-    Metrics of a rule are averaged over the clients that have them; of a metric whose name ends in
-    "_max" the maximum is used.
+    Metrics of a rule are averaged over the clients that have them, where NaN is none; of a metric
+    whose name ends in "_max" the maximum is used.
 
     Args:
         clients: the clients of the round whose updates were used.
@@ -131,7 +131,8 @@ def client_metrics(clients: Sequence[ClientResult]) -> Record:
         for name, value in client.metrics.items():
             values_by_name.setdefault(name, []).append(value)
     for name, values in values_by_name.items():
-        pooled = np.max(values) if name.endswith("_max") else np.mean(values)
+        known = [value for value in values if not np.isnan(value)] or values
+        pooled = np.max(known) if name.endswith("_max") else np.mean(known)
         metrics[f"client/{name}"] = float(pooled)
     return metrics
 

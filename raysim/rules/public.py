@@ -50,10 +50,19 @@ class PublicData:
 
         Returns:
             The batch. Without targets its y is empty, [B, 0].
+
+        Raises:
+            ValueError: they are no whole numbers, such as a mask.
         """
         if not isinstance(positions, Tensor):
-            positions = torch.from_numpy(np.asarray(positions, dtype=np.int64).copy())
-        return Batch(*self._at(positions))
+            array = np.asarray(positions)
+            positions = torch.from_numpy(array.astype(np.int64) if not array.size else array.copy())
+        if positions.is_floating_point() or positions.dtype is torch.bool:
+            raise ValueError(
+                f"public.batch: the positions are {positions.dtype}; give whole numbers from 0 to "
+                "n - 1, such as np.flatnonzero(mask)"
+            )
+        return Batch(*self._at(positions.long()))
 
     def batches(self, size: int | None = None, rng: Generator | None = None) -> Iterator[Batch]:
         """Make one pass over the examples.

@@ -82,8 +82,16 @@ class LocalData:
         """All examples in one batch, neither shuffled nor augmented.
 
         A forward pass on them needs memory for all of them; `batches` does not.
+
+        Raises:
+            ValueError: the client has none.
         """
         batches = list(self.batches())
+        if not batches:
+            raise ValueError(
+                "data.examples: this client has no such examples; look at n first, as in "
+                "`if data.val.n:`"
+            )
         return Batch(torch.cat([b.x for b in batches]), torch.cat([b.y for b in batches]))
 
 
@@ -173,7 +181,8 @@ class Task(SuggestsAttributes, ABC):
         """Log numbers of this client, as the metrics client/NAME of its round.
 
         The metric is the unweighted mean over the round's clients whose updates are used and that
-        logged it; of a name that ends in "_max" it is the maximum. What is logged in local steps
+        logged it; of a name that ends in "_max" it is the maximum. A client that logs NaN has none:
+        the metric is NaN only if all clients log that. What is logged in local steps
         (`direction`, `step`, `loss`) is first averaged over the client's mini-batches, or their
         maximum is taken. Of several calls with one name in a local step, or outside of them, the
         last one counts, and `finish` counts more than local steps. Nothing is logged while clients

@@ -14,7 +14,7 @@ from raysim.data import Clients
 from raysim.errors import ConfigError
 from raysim.metrics import is_share, lower_is_better
 from raysim.prepare.resolve import prepare
-from raysim.rules import ClientRule
+from raysim.rules import ClientRule, LocalData
 from raysim.runs.artifacts.export import export
 
 N = 9
@@ -186,6 +186,12 @@ def test_a_rule_may_choose_by_validation(setup):
     setup["partition"]["val"] = None
     with pytest.raises(raysim.RaysimError, match=r"data\.val: clients have no validation examples"):
         raysim.run(setup, {"run_dir": f"{setup['run_dir']}-without"}, tracking=False)
+
+
+def test_a_client_without_validation_examples_has_no_batch_of_them():
+    data = LocalData(3, vals=lambda: LocalData(0))
+    with pytest.raises(ValueError, match=r"data\.examples: this client has no such examples; look"):
+        _ = data.val.examples
 
 
 @pytest.mark.parametrize(

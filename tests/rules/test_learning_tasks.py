@@ -268,6 +268,8 @@ def test_the_number_of_outputs():
     )
     assert NextToken().outputs(data(TOKENS, NEXT)) == K == TOKENS.max() + 1
     assert NextToken(vocabulary=50).outputs(data(TOKENS, NEXT)) == 50
+    padded = np.where(NEXT == -100, 99, NEXT)
+    assert (padded == 99).any() and NextToken(ignore_index=99).outputs(data(TOKENS, padded)) == K
     for task, examples in (
         (Classification(), data(X, LABELS, K)),
         (NextToken(), data(TOKENS[HAVE_TOKENS], NEXT[HAVE_TOKENS])),

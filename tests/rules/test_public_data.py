@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support import softmax_regression
 from support.documents import blocks
 from support.programs import program
@@ -27,6 +28,7 @@ import raysim
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
+from raysim.rules import PublicData
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "public_data.md"
 SHOWN = {block.file: block.text for block in blocks(PAGE) if block.file.endswith(".py")}
@@ -265,3 +267,15 @@ def test_passes_in_mode_eval_use_the_clients_own_statistics(buffers, config, sou
         ends.append(engine(given)[0].executor.xs[-1])
     assert np.array_equal(ends[0], ends[1])
     assert np.allclose(ends[1], ends[2], rtol=0, atol=1e-10)
+
+
+def test_positions_are_whole_numbers():
+    x = torch.arange(5.0)
+    public = PublicData(5, True, lambda at: (x[at], x[at]))
+    mask = np.array([False, True, False, True, True])
+    for wrong in (mask, mask.tolist(), torch.from_numpy(mask), [3.9]):
+        with pytest.raises(ValueError, match=r"public\.batch: .* give whole numbers .*flatnonzero"):
+            public.batch(wrong)
+    for right in ([1, 3], np.array([1, 3], np.uint8), torch.tensor([1, 3], dtype=torch.uint8)):
+        assert public.batch(right).x.tolist() == [1, 3]
+    assert public.batch([]).size == 0 and public.examples.size == 5

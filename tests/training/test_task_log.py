@@ -4,6 +4,7 @@ mode and block."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import pytest
@@ -102,6 +103,22 @@ def test_the_clients_of_other_groups_do_not_count():
     groups = {"loud": {"share": 0.5, "client": Logs}}
     (record,) = logged("fedavg", 1, groups=groups, **{"schedule.cohort": 20})
     assert record["client/twice"] == 3 and record["client/moved"] > 0
+
+
+def test_a_client_that_logs_nan_has_no_number():
+    @dataclass(frozen=True)
+    class Sometimes(ClientRule):
+        """Logs NaN for one client of three, and for all of them."""
+
+        def finish(self, shared, state, client_state, data, task):
+            number = float("nan") if task.client == 1 else float(task.client)
+            task.log(some=number, some_max=number, none=float("nan"))
+            return super().finish(shared, state, client_state, data, task)
+
+    keys: dict[str, Any] = {"partition.clients": 3, "schedule.cohort": 3}
+    (record,) = logged(Sometimes, 1, **keys)
+    assert (record["client/some"], record["client/some_max"]) == (1, 2)
+    assert isnan(record["client/none"]) and record["train_loss"] > 0
 
 
 @pytest.mark.parametrize(

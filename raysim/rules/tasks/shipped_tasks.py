@@ -211,7 +211,8 @@ class NextToken(LearningTask):
 
     def outputs(self, data: TaskData) -> int:
         """Return the size of the vocabulary. See `LearningTask.outputs`."""
-        arrays = (data.x, data.y, data.x_test, data.y_test)
+        y, y_test = (of_half[of_half != self.ignore_index] for of_half in (data.y, data.y_test))
+        arrays = (data.x, y, data.x_test, y_test)
         largest = max((int(array.max()) for array in arrays if array.size), default=0)
         return self.vocabulary or data.n_classes or largest + 1
 
