@@ -44,6 +44,18 @@ def test_a_method_that_keeps_clients_in_python_is_found_by_resuming(plain):
         testing.check_resume(algorithm=plain.replace(":plain", ":late"))
 
 
+def test_a_model_that_is_lost_on_resuming_is_found(plain):
+    """The parameters are the same, and the metrics of clients are not."""
+    models = plain.replace(":plain", ":models")
+    with pytest.raises(AssertionError, match=r"resumed have the same parameters, but clients/"):
+        testing.check_resume(algorithm=models)
+
+
+def test_one_round_cannot_be_resumed():
+    with pytest.raises(ConfigError, match="rounds: a run of one round cannot be resumed"):
+        testing.check_resume(algorithm="fedavg", rounds=1)
+
+
 def test_runs_of_checks_are_not_tracked():
     with pytest.raises(ConfigError, match="tracking: the runs of checks are not tracked"):
         testing.check_captures(algorithm="fedavg", tracking=True)

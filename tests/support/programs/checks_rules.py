@@ -39,6 +39,22 @@ class Late(ClientRule):
         return {"delta": delta}, {}
 
 
+MODELS = {}
+
+
+@dataclass(frozen=True)
+class KeepsModels(ClientRule):
+    """Keeps what only the evaluation of clients uses."""
+
+    def finish(self, shared, state, client_state, data, task):
+        MODELS[task.client] = state["w"].clone()
+        return super().finish(shared, state, client_state, data, task)
+
+    def evaluated(self, shared, client_state, data, task):
+        return MODELS.get(task.client, shared["x"])
+
+
+models = Algorithm("models", KeepsModels, FedAvgServer, "")
 plain = Algorithm("plain", Plain, FedAvgServer, "")
 remembers = Algorithm("remembers", Remembers, FedAvgServer, "")
 late = Algorithm("late", Late, FedAvgServer, "")
