@@ -21,7 +21,6 @@ from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, State, overridden
 from raysim.rules.errors.returned_values import (
     check_begin,
-    check_dict,
     check_sent_to,
     check_tensors,
 )
@@ -127,7 +126,7 @@ class ClientStart:
         received = self.receive(task, rule, broadcast, client_task, mine)
         shared = received.broadcast.shared
         state = rule.init(shared, {**received.client_state}, received.data, task)
-        check_dict(rule, "init", state)
+        check_tensors(rule, "init", state)
         state = brought_to(state, task.model.device)
         if "w" in state:
             raise breach(

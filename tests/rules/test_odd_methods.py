@@ -12,8 +12,10 @@ import pytest
 from support import programs
 
 import raysim
+from raysim.config.references import load_object
 from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.prepare.resolve import prepare, read_run_config
+from raysim.rules.rule import field_types
 
 N, K, LR, ROUNDS = 5, 3, 0.2, 4
 PROBLEM = {"clients": N, "dimensions": 4}
@@ -137,12 +139,62 @@ CLIENTS = [
     ("NoInit", {}, "has the field 'k' with init=False"),
     ("OwnLr", {"lr": 0.1}, "algorithm.lr: every server rule has this key, and so has OwnLr"),
     ("OneText", {}, "sends is 'delta'; write a tuple of keys"),
+    (
+        "NumberInState",
+        {},
+        "init of client rule 'numberinstate' returns 'k' as int; make it a tensor",
+    ),
+    ("NoisyShape", {}, "noise of client rule 'noisyshape' returns 'z' as (None, 'normal'); give a"),
+    ("NoisyShape", {"shape": "word"}, "returns 'z' as ('P', 'normal'); give a shape"),
+    ("misspelt_setting", {}, "settings of Algorithm 'mine' has 'spanns', which is no hyper-par"),
+    ("misspelt_preset", {}, "presets['paper'] of Algorithm 'mine' has 'scale', which is no hyper"),
+    ("NamesAMetricOfTheEngine", {}, "'uploads' is a metric of the engine's"),
 ]
 
 
 @pytest.mark.parametrize(("name", "keys", "message"), CLIENTS)
 def test_a_client_rule_that_a_run_would_misread_is_refused(name, keys, message, config):
     assert message in refused(config, algorithm={"name": f"{FILE}:{name}", **keys})
+
+
+def test_a_number_of_numpy_is_a_shape_of_noise(config):
+    prepare(
+        read_run_config({**config, "algorithm": f"{FILE}:NoisyShape"}, {"algorithm.shape": "numpy"})
+    )
+
+
+def test_lists_that_are_no_schedules_reach_the_rule_whole():
+    keys = {"spans": [[0, 64], [64, 128]], "scales": [0.1, 0.2]}
+    assert trained(algorithm={"name": f"{FILE}:Spans", **keys}).rounds == ROUNDS
+
+
+CHECKED = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from raysim.rules import ServerRule, UnitScheduled
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+
+@dataclass(frozen=True)
+class Checked(ServerRule):
+    seen: ClassVar[Hashable] = None
+    beta: UnitScheduled | None = 0.5
+
+    def update(self, state, reports):
+        return state
+"""
+
+
+def test_schedules_are_found_beside_names_of_type_checkers(source):
+    cls = load_object(f"{source('checked', CHECKED)}:Checked", "algorithm.name")
+    assert list(field_types(cls)) == ["lr", "weights", "beta"]
+    rule = cls(lr=2.0, beta=[[0, 0.5], [3, 0.9]])
+    assert (rule.at(2).beta, rule.at(3).beta, rule.at(3).lr) == (0.5, 0.9, 2.0)
 
 
 SERVERS = [
@@ -241,6 +293,14 @@ def test_a_dict_that_is_looked_up_by_client_is_refused_on_lanes(config):
     [
         ({"name": "Later", "what": "in place", "after": 2}, 'changes shared["x"] in place'),
         ({"name": "ServerDoes", "what": "in place late"}, "changes 'x' of the broadcast in place"),
+        (
+            {"name": "SendsItsMomentum", "method": "before_round"},
+            "before_round of server rule 'sendsitsmomentum' changes 'm' of the",
+        ),
+        (
+            {"name": "SendsItsMomentum"},
+            "update of server rule 'sendsitsmomentum' changes 'm' of the",
+        ),
         ({"name": "NotFinite"}, "weights that are not finite"),
     ],
 )

@@ -271,7 +271,8 @@ def test_a_rule_whose_loss_couples_examples_is_refused_under_example_privacy(bas
     for name in ("Loss", "Direction"):
         config = {**base, **keys, "client": f"{path}:{name}"}
         with pytest.raises(
-            ConfigError, match=r"^client\.name: .*changes with the other examples .*meeting\.py, line"
+            ConfigError,
+            match=r"^client\.name: .*changes with the other examples .*meeting\.py, line",
         ):
             prepare({**config, "privacy": privacy})
         prepare(config)

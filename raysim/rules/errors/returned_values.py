@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,7 +102,8 @@ def declared_noise(rule: Rule, value: Any) -> dict[str, tuple[tuple[Any, ...], s
     declared = {}
     for key, spec in value.items():
         shape, distribution = spec if isinstance(spec, tuple) and len(spec) == 2 else ("?", None)
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+        sizes = tuple(int(size) if isinstance(size, np.integer) else size for size in sizes)
         if not _is_shape(sizes) or distribution not in ("normal", "uniform"):
             raise breach(
                 rule,

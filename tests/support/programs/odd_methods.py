@@ -341,6 +341,68 @@ class ServerDoes(Base):
 
 
 @dataclass(frozen=True)
+class SendsItsMomentum(Base):
+    """Broadcasts it under another key than that of its state."""
+
+    method: str = "update"
+    provides = ("x", "m")
+
+    def init(self, x0, problem):
+        return {"x": x0, "momentum": torch.ones_like(x0)}
+
+    def before_round(self, state, cohort):
+        if cohort.round == 3 and self.method == "before_round":
+            state["momentum"].mul_(0.5)
+        return state
+
+    def broadcast(self, state):
+        return {"x": state["x"], "m": state["momentum"]}
+
+    def update(self, state, reports):
+        if reports.round == 2 and self.method == "update":
+            state["momentum"].mul_(0.5)
+        return {**state, "x": state["x"] - reports.mean("delta")}
+
+
+@dataclass(frozen=True)
+class NamesAMetricOfTheEngine(Base):
+    def update(self, state, reports):
+        reports.log(uploads=-1)
+        return {"x": state["x"] - reports.mean("delta")}
+
+
+@dataclass(frozen=True)
+class Spans(Base):
+    """Has hyper-parameters that look like schedules."""
+
+    spans: int | list[list[int]] = 1
+    scales: float | list[float] = 1.0
+
+    def update(self, state, reports):
+        assert self.spans == [[0, 64], [64, 128]] and self.scales == [0.1, 0.2]
+        return {"x": state["x"] - reports.mean("delta")}
+
+
+@dataclass(frozen=True)
+class NumberInState(ClientRule):
+    def init(self, shared, client_state, data, task):
+        return {"k": 0}
+
+
+@dataclass(frozen=True)
+class NoisyShape(ClientRule):
+    shape: str = "none"
+
+    def noise(self, task):
+        shape = {"none": None, "word": "P", "numpy": np.int64(3)}[self.shape]
+        return {"z": (shape, "normal")}  # type: ignore
+
+
+misspelt_setting = Algorithm("mine", AddsInStep, Spans, settings={"spanns": 2})
+misspelt_preset = Algorithm("mine", AddsInStep, Spans, presets={"paper": {"scale": 0.5}})
+
+
+@dataclass(frozen=True)
 class SelectsBySeen(Base):
     def select(self, state, pool, rng):
         losses = torch.from_numpy(np.nan_to_num(pool.loss, nan=9.0))
