@@ -204,7 +204,8 @@ class GradMAServer(ServerRule):
         return {"x": x0, "m": torch.zeros_like(x0), **_prefixed(memory)}
 
     def before_round(self, state: State, cohort: Cohort) -> State:
-        memory = _memory(state)
+        # `admit` changes all tensors but these in place.
+        memory = {k: v if k in _LARGE else v.clone() for k, v in _memory(state).items()}
         admit(memory, cohort.ids, cohort.round)
         return {**state, **_prefixed(memory)}
 
@@ -229,6 +230,9 @@ class GradMAServer(ServerRule):
         x = x - self.lr * m
         reports.log(**metrics, eps_g=metrics["qp_moved"] * sqrt(1 - self.beta2))
         return {"x": x, "m": m, **_prefixed(D)}
+
+
+_LARGE = ("rows", "gram", "segments")
 
 
 def _memory(state: State) -> State:

@@ -221,8 +221,8 @@ MUTATIONS = (
     Mutation(
         "server: a resumed run admits its cohort twice",
         "raysim/server/central_server.py",
-        "metrics = self.admitted.of(following.t)",
-        "metrics = self.admitted.of(following.t + 1)",
+        "for k, v in self.updated.items()}",
+        "for k, v in self.state.items()}",
         ("tests/engine/test_schedule.py", "tests/runs/test_run.py"),
     ),
     Mutation(

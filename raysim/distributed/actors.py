@@ -46,7 +46,6 @@ with uncollected():  # the process of an actor imports torch here
     from raysim.numerics.fixed_point import FixedTotal, combine
     from raysim.rules.client_sampling import SelectionPool
     from raysim.server.round_cohort import RoundCohort
-    from raysim.server.selection import Candidates
     from raysim.training.messages import Block, Broadcast, EvaluationParts, WorkerResult
 
 Tree = dict[str, Any]
@@ -351,7 +350,7 @@ class ServerActor(_Actor):
         return self.server.update(round, *self._read(uploads, bases, vectors))
 
     @working
-    def candidates(self, pool: SelectionPool, rng: Generator) -> Candidates:
+    def candidates(self, pool: SelectionPool, rng: Generator) -> list[int]:
         """Return the clients of `pool` whose loss the server rule asks for.
 
         Args:

@@ -30,7 +30,6 @@ from raysim.errors import RaysimError, round_name
 from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import State
 from raysim.server.round_cohort import RoundCohort
-from raysim.server.selection import Candidates
 from raysim.system.signals import Stopped
 from raysim.training.messages import Block, Broadcast, EvaluationParts
 
@@ -139,7 +138,7 @@ class RayExecutor:
         (result,) = server.call(method, *arguments)
         return RayFuture(self.pool, result, awaited, server)
 
-    def candidates(self, pool: SelectionPool, rng: Generator) -> RayFuture[Candidates]:
+    def candidates(self, pool: SelectionPool, rng: Generator) -> RayFuture[list[int]]:
         """Ask the server rule for the candidates of a round, and return them as a future.
 
         Args:

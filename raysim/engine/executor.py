@@ -18,7 +18,6 @@ from raysim.errors import RaysimError
 from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import State
 from raysim.server.round_cohort import RoundCohort
-from raysim.server.selection import Candidates
 from raysim.training.messages import (
     Block,
     Broadcast,
@@ -224,7 +223,7 @@ class Executor(Protocol[ModelHandle]):
         """
         ...
 
-    def candidates(self, pool: SelectionPool, rng: Generator) -> Future[Candidates]:
+    def candidates(self, pool: SelectionPool, rng: Generator) -> Future[list[int]]:
         """Return the clients whose loss the server rule asks for before it selects a round.
 
         Args:

@@ -21,7 +21,6 @@ from raysim.errors import RaysimError
 from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import State
 from raysim.server.round_cohort import RoundCohort
-from raysim.server.selection import Candidates
 from raysim.training.messages import Block, Broadcast, EvaluationParts
 from raysim.training.trainers.group_trainer import GroupTrainer
 
@@ -77,7 +76,7 @@ class Inline:
         """Aggregate a round's updates. See `Executor.update`."""
         return CompletedResult(self.server.update(round, trained.uploads, bases))
 
-    def candidates(self, pool: SelectionPool, rng: Generator) -> CompletedResult[Candidates]:
+    def candidates(self, pool: SelectionPool, rng: Generator) -> CompletedResult[list[int]]:
         """Return the clients whose loss the server rule asks for. See `Executor.candidates`."""
         return CompletedResult(self.server.candidates(pool, rng))
 

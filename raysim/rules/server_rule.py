@@ -192,10 +192,11 @@ class ServerRule(Rule):
         """Return the state after the clients of a round are known.
 
         In a synchronous round it is called before they train, in an asynchronous one after the
-        update of the previous round.
+        update of the previous round. It is called again if the run resumes before the next update.
 
         Args:
-            state: the server's state.
+            state: the server's state after the last update. Checkpoints have it, so its tensors are
+                not to be changed in place.
             cohort: the clients of the round.
 
         Returns:

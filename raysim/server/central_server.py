@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from raysim.server.round_uploads import (
     total_uploads,
     uploads_of_clients,
 )
-from raysim.server.selection import Candidates, named_candidates, selected_clients
+from raysim.server.selection import named_candidates, selected_clients
 from raysim.server.update_checks import (
     check_evaluated,
     check_state,
@@ -40,13 +39,11 @@ from raysim.server.update_checks import (
 from raysim.server.update_steps import UpdateStep
 from raysim.training.messages import Broadcast, WorkerResult
 
-T = TypeVar("T")
-
-NO_ROUND = -1
-"""Value of `Prepared.round` before the first round."""
-
 EVALUATED = "evaluated"
 """Key of a snapshot for the evaluated parameters, if they are not those of the state."""
+
+PREPARED_ROUND = "admitted"
+"""Key of an earlier raysim's snapshots, whose state is that after `before_round` of this round."""
 
 MIN_REMAINING_WEIGHT = 2.0**-900
 """Smallest share of a round's weights that must remain after clients were dropped.
@@ -65,24 +62,6 @@ class ServerStep:
 
     broadcast: Broadcast
     """Broadcast of the next round."""
-
-
-@dataclass(frozen=True)
-class Prepared(Generic[T]):
-    """Value that a method of the rule returned for a round.
-
-    It is part of the server's snapshot, so that a restored server does not call the method again.
-    """
-
-    round: int
-    """The last round for which the method has run."""
-
-    value: T
-    """The value that it returned."""
-
-    def of(self, t: int) -> T | None:
-        """Return the value for a round; None if the method has not run for it."""
-        return self.value if self.round == t else None
 
 
 class Server:
@@ -126,12 +105,10 @@ class Server:
         """The tensors of the last broadcast, which clients may still use, with their versions."""
         self.evaluated: Tensor | None = None
         """[P], the parameters that the last broadcast has for evaluation alone."""
-        self.admitted: Prepared[dict[str, float]] = Prepared(NO_ROUND, {})
-        """The metrics that the rule's `before_round` has logged."""
-        self.named: Prepared[list[int]] = Prepared(NO_ROUND, [])
-        """The clients that the rule's `candidates` has named."""
-        self.selected: Prepared[list[int]] = Prepared(NO_ROUND, [])
-        """The clients that the rule's `select` has chosen."""
+        self.updated = self.state
+        """The state after the last update, before `before_round`. It is what a snapshot has: a
+        fork may have other clients in its first round."""
+        self._prepared_round: int | None = None
 
     @contextmanager
     def _names_errors(
@@ -141,10 +118,8 @@ class Server:
         with tensors_on(self.device), errors_name_rule(rule, method, t, details):
             yield
 
-    def candidates(self, pool: SelectionPool, rng: Generator) -> Candidates:
+    def candidates(self, pool: SelectionPool, rng: Generator) -> list[int]:
         """Return the clients whose loss the rule asks for before it selects a round.
-
-        The rule is not asked again if it selected for this round before the state was saved.
 
         Args:
             pool: the number of the round, and the clients to select from.
@@ -153,17 +128,12 @@ class Server:
         Raises:
             RaysimError: the rule fails, or names something else than clients.
         """
-        if self.selected.of(pool.round) is not None:
-            return Candidates(self.named.of(pool.round) or [], selected=True)
         rule = self.rule.at(pool.round)
         with self._names_errors(rule, "candidates", pool.round):
-            self.named = Prepared(pool.round, named_candidates(rule, {**self.state}, pool, rng))
-        return Candidates(self.named.value, selected=False)
+            return named_candidates(rule, {**self.state}, pool, rng)
 
     def select(self, pool: SelectionPool, rng: Generator) -> list[int]:
         """Return the clients that the rule selects for a round.
-
-        The rule is not asked again if it selected for this round before the state was saved.
 
         Args:
             pool: the number of the round, and the clients to select from.
@@ -172,18 +142,12 @@ class Server:
         Raises:
             RaysimError: the rule fails, or returns something that `selected_clients` refuses.
         """
-        selected = self.selected.of(pool.round)
-        if selected is None:
-            rule = self.rule.at(pool.round)
-            with self._names_errors(rule, "select", pool.round):
-                selected = selected_clients(rule, {**self.state}, pool, rng)
-            self.selected = Prepared(pool.round, selected)
-        return selected
+        rule = self.rule.at(pool.round)
+        with self._names_errors(rule, "select", pool.round):
+            return selected_clients(rule, {**self.state}, pool, rng)
 
     def broadcast(self, following: RoundCohort) -> Broadcast:
         """Run `before_round` for the next round, and return the broadcast of that round.
-
-        `before_round` is skipped if it already ran for this round before the state was saved.
 
         Args:
             following: the next round; without clients, the broadcast is the present model.
@@ -194,16 +158,8 @@ class Server:
         rule = self.rule.at(following.t)
         self.cohort = following.cohort(self.problem)
         with self._names_errors(rule, "before_round or broadcast", following.t):
-            metrics = self.admitted.of(following.t)
-            if metrics is not None:
-                self.cohort.metrics.update(metrics)
-            elif following.ids:
-                # A round without clients only asks for the model: at the end, or for candidates.
-                state = rule.before_round({**self.state}, self.cohort)
-                check_state(rule, "before_round", self.state, state)
-                check_unchanged(rule, "before_round", self.sent)
-                self.state = state
-                self.admitted = Prepared(following.t, self.cohort.metrics)
+            # A round without clients only asks for the model: at the end, or for candidates.
+            self.state = self._before_round(rule) if following.ids else self.updated
             shared = rule.broadcast({**self.state})
             check_tensors(rule, "broadcast", shared)
             self.sent = versions_of(shared)
@@ -219,6 +175,20 @@ class Server:
             evaluated = None if evaluated is None else {**evaluated, **of_step}
         self.evaluated = None if evaluated is None else evaluated["x"]
         return Broadcast(shared, self.buffers, evaluated=evaluated)
+
+    def _before_round(self, rule: ServerRule) -> State:
+        """Return the state of the rule for the present cohort; `updated` stays as it is."""
+        if self.cohort.round == self._prepared_round:
+            raise RaysimError(
+                "the checkpoint was written by an earlier raysim, after before_round; continue "
+                "with that version, or start a new run"
+            )
+        versions = versions_of(self.updated)
+        state = rule.before_round({**self.updated}, self.cohort)
+        check_state(rule, "before_round", self.updated, state)
+        for unchanged in (versions, self.sent):
+            check_unchanged(rule, "before_round", unchanged)
+        return state
 
     def update(
         self, round: RoundCohort, outcomes: list[WorkerResult], bases: Mapping[int, Broadcast]
@@ -242,6 +212,7 @@ class Server:
         rule = self.rule.at(round.t)
         reports = self._reports(rule, round, outcomes, bases)
         if reports is None:
+            self.updated = self.state
             return {"server/uploads": 0.0, **self._named(self.cohort.metrics)}
         weights, n_uploads = reports.weights, len(reports.ids)
         # The rule does not see the statistics; they are averaged by weights that `update` may set.
@@ -257,7 +228,7 @@ class Server:
             check_unchanged(rule, "update", self.sent)
         for step in self.steps:
             state = step.after(self.state, state)
-        self.state = state
+        self.state = self.updated = state
         self.buffers = averaged_statistics(
             self.buffers, mean_statistics, client_statistics, reports.given_weights
         )
@@ -376,21 +347,16 @@ class Server:
         return ServerStep(metrics, self.broadcast(following))
 
     def snapshot(self) -> State:
-        """Return a copy of the complete state on the CPU.
+        """Return a copy of the state after the last update, and of the evaluated parameters.
 
-        It includes what `before_round`, `candidates` and `select` returned for their last rounds.
+        They are on the CPU. The next round is prepared again from them.
         """
         # Copies: a rule may change large buffers in place before the checkpoint is written.
-        packed = {f"state/{k}": v.detach().cpu().clone() for k, v in self.state.items()}
+        packed = {f"state/{k}": v.detach().cpu().clone() for k, v in self.updated.items()}
         packed["buffers"] = self.buffers.cpu().clone()
-        if self.evaluated is not None:
-            packed[EVALUATED] = self.evaluated.cpu().clone()
-        packed["admitted"] = torch.tensor(self.admitted.round)
-        for name, value in self.admitted.value.items():
-            packed[f"admitted/{name}"] = torch.tensor(value, dtype=torch.float64)
-        for name, clients in (("selection", self.selected), ("candidates", self.named)):
-            if clients.round != NO_ROUND:
-                packed[name] = torch.tensor([clients.round, *clients.value])
+        evaluated = self.state["x"] if self.evaluated is None else self.evaluated
+        if evaluated is not self.updated["x"]:
+            packed[EVALUATED] = evaluated.detach().cpu().clone()
         for step in self.steps:
             packed |= step.snapshot()
         return packed
@@ -399,8 +365,7 @@ class Server:
         """Restore the state that `snapshot` returned.
 
         Args:
-            snapshot: the rule's state, BatchNorm statistics, and what has been prepared for the
-                next round.
+            snapshot: the rule's state and BatchNorm statistics.
 
         Raises:
             RaysimError: the snapshot comes from another rule or another model.
@@ -415,19 +380,13 @@ class Server:
                 )
         # Copies, whose memory is aligned as that of any tensor: a matrix product of tensors inside
         # of a file's memory may have other last bits.
-        self.state = {
+        self.state = self.updated = {
             key: snapshot[f"state/{key}"].to(tensor.device, copy=True)
             for key, tensor in self.state.items()
         }
         self.buffers = snapshot["buffers"].to(self.buffers)
-        metrics = {
-            key.removeprefix("admitted/"): float(value)
-            for key, value in snapshot.items()
-            if key.startswith("admitted/")
-        }
-        self.admitted = Prepared(int(snapshot["admitted"]), metrics)
-        self.selected = _prepared_clients(snapshot, "selection")
-        self.named = _prepared_clients(snapshot, "candidates")
+        if PREPARED_ROUND in snapshot and overridden(self.rule, ["before_round"]):
+            self._prepared_round = int(snapshot[PREPARED_ROUND])
         for step in self.steps:
             step.restore(snapshot)
 
@@ -457,12 +416,6 @@ def _base_params(
             sent = rule.sent_to(base.shared, client)["x"]
         started_from.append(sent.to(base.global_params.device))
     return started_from
-
-
-def _prepared_clients(snapshot: State, name: str) -> Prepared[list[int]]:
-    """Return the clients that a snapshot has for a round; a fork of another rule may have none."""
-    round, *clients = snapshot[name].tolist() if name in snapshot else [NO_ROUND]
-    return Prepared(round, clients)
 
 
 def _entropy(weights: list[float]) -> float:

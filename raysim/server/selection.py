@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -104,16 +104,6 @@ class ClientHistory:
                 for key, values in packed.items()
                 if key.startswith(METRIC)
             }
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The clients whose loss a server rule asks for before it selects a round."""
-
-    ids: list[int]
-    """Numbers of the clients."""
-    selected: bool
-    """Whether the rule has selected the round already, before the state was saved."""
 
 
 def named_candidates(

@@ -111,7 +111,7 @@ def check_unchanged(
     Args:
         rule: the server rule.
         method: the method that has run.
-        versions: tensors that clients may still use, and their versions before.
+        versions: tensors that clients or a checkpoint may still use, with their versions before.
 
     Raises:
         ContractError: it has changed one.
@@ -121,7 +121,7 @@ def check_unchanged(
             raise breach(
                 rule,
                 method,
-                f"changes '{key}' of the broadcast in place, which clients may still use; write "
+                f"changes '{key}' in place, which clients or a checkpoint may still use; write "
                 "x = x - step for x -= step",
             )
 

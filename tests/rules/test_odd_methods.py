@@ -292,14 +292,15 @@ def test_a_dict_that_is_looked_up_by_client_is_refused_on_lanes(config):
     ("rule", "message"),
     [
         ({"name": "Later", "what": "in place", "after": 2}, 'changes shared["x"] in place'),
-        ({"name": "ServerDoes", "what": "in place late"}, "changes 'x' of the broadcast in place"),
+        ({"name": "ServerDoes", "what": "in place late"}, "update of server rule 'serverdoes' changes 'x' in place"),
+        ({"name": "ServerDoes", "what": "before_round in place"}, "before_round of server rule 'serverdoes' changes 'x' in place"),
         (
             {"name": "SendsItsMomentum", "method": "before_round"},
-            "before_round of server rule 'sendsitsmomentum' changes 'm' of the",
+            "before_round of server rule 'sendsitsmomentum' changes 'm' in place",
         ),
         (
             {"name": "SendsItsMomentum"},
-            "update of server rule 'sendsitsmomentum' changes 'm' of the",
+            "update of server rule 'sendsitsmomentum' changes 'm' in place",
         ),
         ({"name": "NotFinite"}, "weights that are not finite"),
     ],

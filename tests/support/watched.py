@@ -52,4 +52,5 @@ class Watched(Inline):
         self.xs.append(self.server.state["x"].cpu().clone().numpy())
         self.statistics.append(self.server.buffers.cpu().clone().numpy())
         if self.keeps_states:
-            self.states.append(self.server.snapshot())
+            state = {f"state/{key}": v.clone() for key, v in self.server.state.items()}
+            self.states.append(self.server.snapshot() | state)

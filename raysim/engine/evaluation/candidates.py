@@ -57,8 +57,6 @@ class CandidateEvaluator:
     ) -> CandidateEvaluation:
         """Ask the server rule for the candidates of a round, and measure their losses.
 
-        Nothing is measured if the rule selected the round before the state was saved.
-
         Args:
             executor: the executor of the run.
             pool: the number of the round, and the clients to select from.
@@ -73,13 +71,13 @@ class CandidateEvaluator:
         t = pool.round
         rng = generator(self.plan.config.seed, "candidates", t)
         asked = executor.candidates(pool, rng).get()
-        metrics = {"clients/candidates": float(len(asked.ids))}
-        if asked.selected or not asked.ids:
+        metrics = {"clients/candidates": float(len(asked))}
+        if not asked:
             metrics["system/candidate_evaluation_seconds"] = 0.0
-            return CandidateEvaluation(pool, asked.ids, metrics)
+            return CandidateEvaluation(pool, asked, metrics)
         # Without clients, so that `before_round` waits for those that will be selected.
         model = executor.broadcast(make_cohort(self.plan, synchronous_round(t, [])))
-        blocks = evaluation_blocks(asked.ids, t, store, self.sends_states, "training")
+        blocks = evaluation_blocks(asked, t, store, self.sends_states, "training")
         try:
             results = executor.evaluate_clients(t, model, blocks).get()
             evaluation = f"{round_name(t)}: the evaluation of candidate {{}}"
@@ -95,4 +93,4 @@ class CandidateEvaluator:
             if not done.error:
                 # The ids of a pool ascend.
                 loss[np.searchsorted(pool.ids, done.client)] = done.metrics["loss"]
-        return CandidateEvaluation(replace(pool, current_loss=loss), asked.ids, metrics)
+        return CandidateEvaluation(replace(pool, current_loss=loss), asked, metrics)

@@ -3,7 +3,7 @@
 A rule that selects clients also selects the first two rounds of the run. The dry run uses the
 clients of `client_rule`. The rule's methods are `watched`, so random numbers without a key and
 certain mistakes in the code are found; the server checks the values that they return. In addition,
-the tensors of the broadcast must not change while clients use them.
+the tensors of the broadcast must not change while clients use them, nor the state of a checkpoint.
 
 An error of the rule's computation does not count: it may come from the small rounds, for example
 from too few clients for a trimmed mean. The run itself will report it, with the uploads that the
@@ -118,14 +118,14 @@ def _train_two_rounds(plan: Plan) -> list[State]:
         outcome = GroupTrainer([trainer]).train({t: broadcast}, [Block(0, tasks)])
         if any(result.error for result in outcome.clients):
             break
-        with _unchanged(server.rule, "update", broadcast):
+        with _unchanged(server.rule, "update", broadcast.shared):
             server.update(round, [outcome], {t: broadcast})
         states.append({key: tensor.clone() for key, tensor in server.state.items()})
         kept = {result.client: result.client_state for result in outcome.clients}
         tasks = [
             replace(task, base=t + 1, seen=True, client_state=kept[task.client]) for task in tasks
         ]
-        with _unchanged(server.rule, "before_round", broadcast):
+        with _unchanged(server.rule, "before_round", {**server.state, **broadcast.shared}):
             following = server.broadcast(cohort_of(tasks, samples, t + 1))
         broadcast = following
     return states
@@ -244,21 +244,21 @@ def _select(plan: Plan, t: int, metrics: set[str] | None) -> list[int]:
     if metrics is not None:
         values = losses.copy() if t > 0 else np.full(len(pool.ids), np.nan)
         pool = _TriedPool(**{**vars(pool), "metrics": dict.fromkeys(sorted(metrics), values)})
-    candidates = server.candidates(pool, generator(seed, "candidates", t)).ids
+    candidates = server.candidates(pool, generator(seed, "candidates", t))
     losses[~np.isin(pool.ids, candidates)] = np.nan
     return server.select(replace(pool, current_loss=losses), generator(seed, "cohort", t))
 
 
 @contextmanager
-def _unchanged(rule: ServerRule, method: str, broadcast: Broadcast) -> Iterator[None]:
-    """Raise ContractError if a method changes a tensor of a broadcast in place."""
-    copies = {key: tensor.clone() for key, tensor in broadcast.shared.items()}
+def _unchanged(rule: ServerRule, method: str, tensors: State) -> Iterator[None]:
+    """Raise ContractError if a method changes one of some tensors in place."""
+    copies = {key: tensor.clone() for key, tensor in tensors.items()}
     yield
     for key, copy in copies.items():
-        if not same_values(broadcast.shared[key], copy):
+        if not same_values(tensors[key], copy):
             raise breach(
                 rule,
                 method,
-                f"changes '{key}' of the broadcast in place, which clients may still use; write "
+                f"changes '{key}' in place, which clients or a checkpoint may still use; write "
                 "x = x - step for x -= step",
             )

@@ -320,6 +320,8 @@ class ServerDoes(Base):
     def before_round(self, state, cohort):
         if self.what == "before_round adds":
             state["ids"] = torch.tensor(cohort.ids)
+        if self.what == "before_round in place" and cohort.round == 3:
+            state["x"].mul_(0.5)
         return state
 
     def update(self, state, reports):

@@ -19,6 +19,8 @@ class Updates(ServerRule):
             return {**state, "x": state["x"] + torch.randn(1)}
         if self.what == "few":
             raise ValueError("too few clients")
+        if self.what == "before in place":
+            state["memory"].numpy()[:] += 1
         return state
 
     def update(self, state, reports):
