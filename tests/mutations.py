@@ -364,8 +364,8 @@ MUTATIONS = (
     Mutation(
         "fixed point: an overflow is noticed one bit late",
         "raysim/numerics/fixed_point.py",
-        "if units >= 2**63:",
-        "if units >= 2**64:",
+        "    if bound >= MAX_LIMB_SUM:",
+        "    if bound >= 2 * MAX_LIMB_SUM:",
         FIXED_POINT,
     ),
     Mutation(

@@ -47,6 +47,7 @@ with uncollected():  # the process of an actor imports torch here
     from raysim.rules.client_sampling import SelectionPool
     from raysim.server.round_cohort import RoundCohort
     from raysim.training.messages import Block, Broadcast, EvaluationParts, WorkerResult
+    from raysim.training.uploads.upload_sum import names_upload
 
 Tree = dict[str, Any]
 """Nested dictionary of tensors or arrays."""
@@ -255,7 +256,10 @@ class NodeAggregator(_Actor):
             *uploads: the first item that each call of `ClientActor.train` on this node returned.
         """
         sums = [read_limbs(self._fetch(upload)["sums"]) for upload in uploads]
-        total = {name: combine([vectors[name] for vectors in sums], bound) for name in sums[0]}
+        total = {}
+        for name in sums[0]:
+            with names_upload(name):
+                total[name] = combine([vectors[name] for vectors in sums], bound)
         limbs = as_limbs(total)
         return packed({"sums": limbs}), _nbytes(limbs)
 

@@ -59,9 +59,9 @@ SMALLEST_FACTOR_EXPONENT = -500
 MAX_MAGNITUDE = 2.0**60
 """Entries of this magnitude or more count as non-finite."""
 
-MAX_LOW_LIMB_SUM = 2.0**22
-"""Largest sum of the limbs of all blocks, in multiples of 2^40 units; int64 ends at 2^23 of them.
-That is the value of a limb in `FIXED_POINT_UNIT`."""
+MAX_LIMB_SUM = 2.0**23 - 1
+"""Largest limb of a sum, in multiples of 2^40 units; int64 ends at 2^23 of them. That is the value
+of a limb in `FIXED_POINT_UNIT`. What is left is more than the rounding of all blocks."""
 
 MAX_OTHER_LIMB = 0.5
 """Largest entry of the limbs of small blocks and of last limbs, in multiples of 2^40 units."""
@@ -87,7 +87,7 @@ MAX_WAITING_BYTES = 2**24
 
 SMALL_SUM = 0.25
 """Blocks below this magnitude are bounded by their norm, which is faster to compute than the
-largest entry: a million of them are far from `MAX_LOW_LIMB_SUM`."""
+largest entry: a million of them are far from `MAX_LIMB_SUM`."""
 
 
 class NonFiniteError(ArithmeticError):
@@ -231,7 +231,11 @@ class FixedSum:
         bound = min(block.size, HIGH_LIMB_UNIT)
         if exponents[-1] < UNIT_EXPONENT:
             bound = max(bound, MAX_OTHER_LIMB)
-        if self.bound + bound >= MAX_LOW_LIMB_SUM:
+        if self.bound + bound >= MAX_LIMB_SUM:
+            # The bound is far too large if blocks cancel each other, or have high limbs.
+            self._add_waiting()
+            self.bound = _largest_limb([self._limbs])
+        if self.bound + bound >= MAX_LIMB_SUM:
             raise NonFiniteError("the sum of all blocks may leave the range of fixed point")
         self.bound += bound
         if len(exponents) > 1 or exponents[0] < SMALLEST_FACTOR_EXPONENT:
@@ -344,19 +348,19 @@ def combine(totals: Iterable[FixedTotal], bound: float | None = None) -> FixedTo
 
     Args:
         totals: fixed sums of several blocks.
-        bound: sum of their `FixedSum.bound`; None: it is computed in a pass over the numbers.
+        bound: sum of their `FixedSum.bound`; None: the numbers themselves are looked at, as they
+            are where the bound is too large.
 
     Raises:
-        NonFiniteError: the result could leave the range of int64.
+        NonFiniteError: the result leaves the range of int64.
     """
     first, *others = totals
     if not others:
         return first
-    units = sum(map(_magnitude, (first, *others))) if bound is None else bound / FIXED_POINT_UNIT
-    if units >= 2**63:
-        raise NonFiniteError(
-            f"the sum of {len(others) + 1} blocks may leave the range of fixed point"
-        )
+    if bound is None or bound >= MAX_LIMB_SUM:
+        bound = _largest_limb([first, *others])
+    if bound >= MAX_LIMB_SUM:
+        raise NonFiniteError("the sum of all blocks leaves the range of fixed point")
     total = {exponent: limb.clone() for exponent, limb in first.items()}
     for other in others:
         for exponent, limb in other.items():
@@ -407,10 +411,11 @@ def is_short(total: FixedTotal, value: Tensor, divisor: float, is_fine: bool) ->
     return 0 < _largest(_cache_sized_pieces(value), divisor, enough) < enough
 
 
-def _magnitude(total: FixedTotal) -> int:
-    """Return the largest magnitude in the limbs of a fixed sum, in units."""
-    largest = 0
-    for limb in total.values():
-        low, high = torch.aminmax(limb)
-        largest = max(largest, -int(low), int(high))
-    return largest
+def _largest_limb(totals: Sequence[FixedTotal]) -> float:
+    """Return the largest entry of the limbs of a sum of fixed sums, in multiples of 2^40 units."""
+    limbs: dict[int, Tensor] = {}
+    for total in totals:
+        for exponent, limb in total.items():
+            # In float64, which does not wrap around.
+            limbs[exponent] = limbs.get(exponent, 0.0) + limb.double()
+    return max((_largest([limb], 2.0**-40, math.inf) for limb in limbs.values()), default=0.0)

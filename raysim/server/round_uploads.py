@@ -9,6 +9,7 @@ from torch import Tensor
 
 from raysim.numerics.fixed_point import combine, is_short, to_float
 from raysim.training.messages import WorkerResult
+from raysim.training.uploads.upload_sum import names_upload
 
 BUFFERS = "buffers"
 """Key of the BatchNorm statistics among the uploads, which the server rule does not receive."""
@@ -35,7 +36,8 @@ def total_uploads(
     n_short = 0
     for name in outcomes[0].sums:
         mode, _, key = name.partition(" ")
-        total = combine([outcome.sums[name] for outcome in outcomes], bound)
+        with names_upload(name):
+            total = combine([outcome.sums[name] for outcome in outcomes], bound)
         divisor = divisors[mode]
         if key == BUFFERS:
             divisor *= buffers_divisor

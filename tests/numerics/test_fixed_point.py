@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fixed_sums import same
 
+import raysim
+from raysim.errors import RaysimError
 from raysim.numerics import NonFiniteError, combine, dot, fixed_sum, gram, norm, to_float
 from raysim.numerics.fixed_point import (
     HIGH_LIMB_UNIT,
-    MAX_LOW_LIMB_SUM,
+    MAX_LIMB_SUM,
     MAX_MAGNITUDE,
     MAX_WAITING_BYTES,
     SMALL_BLOCK,
@@ -199,26 +201,50 @@ def test_what_is_refused_leaves_those_who_wait_alone(bad, k, waiting):
         assert same(total.total, wanted.total)
 
 
-@pytest.mark.parametrize("size", [HIGH_LIMB_UNIT, HIGH_LIMB_UNIT * (1 - 2**-20), 0.2])
+@pytest.mark.parametrize("size", [HIGH_LIMB_UNIT * (1 - 2**-20), HIGH_LIMB_UNIT + 500, 3.0])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_sums_stay_in_the_range_of_fixed_point(size, sign):
     """As many as there is room for, and not one more; what is refused adds nothing, and the sum is
-    right to the last. Of blocks that reach `HIGH_LIMB_UNIT` only what is left below counts, of
-    small ones a bound."""
+    right to the last. Of blocks that reach `HIGH_LIMB_UNIT` only what is left below counts."""
     value = torch.full((4,), sign * size, dtype=torch.float64)
+    before = MAX_LIMB_SUM - 10 * HIGH_LIMB_UNIT  # as if many had come already
     total = FixedSum()
-    total.bound = MAX_LOW_LIMB_SUM - 10 * HIGH_LIMB_UNIT  # as if many had come already
+    total.bound = before
+    total._limbs[-40] = torch.full((4,), int(sign * before) * 2**40)
     added = 0
     with pytest.raises(NonFiniteError, match="all blocks"):
-        for _ in range(200_000):
+        for _ in range(5000):
             total.add(BlockSum([value], [1.0]))
             added += 1
-    assert total.bound < MAX_LOW_LIMB_SUM
-    one = BlockSum([value], [1.0])
-    assert size <= one.size <= 2 * size  # the norm of four
-    assert added == math.ceil(10 * HIGH_LIMB_UNIT / min(one.size, HIGH_LIMB_UNIT)) - 1
+    assert total.bound < MAX_LIMB_SUM
+    counted = size - HIGH_LIMB_UNIT if size > HIGH_LIMB_UNIT else size
+    room = 10 * HIGH_LIMB_UNIT - min(size, HIGH_LIMB_UNIT)  # a block is refused by its bound
+    assert added == math.ceil(room / counted)
     found = to_float(total.total, torch.float64)
-    assert found.tolist() == pytest.approx([sign * size * added] * 4, rel=1e-10)
+    assert found.tolist() == pytest.approx([sign * (before + size * added)] * 4, rel=1e-10)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_whether_a_sum_is_in_range_does_not_depend_on_workers(workers):
+    """10,000 times 1,500 is in range, as is what cancels; 1,530 leaves 506 to the low limb."""
+
+    def total(sizes: list[float]) -> torch.Tensor:
+        sums = [FixedSum() for _ in range(workers)]
+        for i, size in enumerate(sizes):
+            sums[i % workers].add(BlockSum([torch.tensor([size])], [1.0]))
+        parts = [part.total for part in sums]
+        return to_float(combine(parts, sum(part.bound for part in sums)), torch.float64)
+
+    assert total([1500.0] * 10_000).item() == 1500 * 10_000
+    assert total([1000.0, -1000.0, 1000.0, -1000.0, 1000.0, -1000.0] * 2000).item() == 0
+    with pytest.raises(NonFiniteError, match="all blocks"):
+        total([1530.0] * 16_700)
+
+
+def test_a_sum_out_of_range_names_its_upload(base, monkeypatch):
+    monkeypatch.setattr("raysim.numerics.fixed_point.MAX_LIMB_SUM", 1e-9)
+    with pytest.raises(RaysimError, match=r"mean of upload 'delta': .*batching\.size"):
+        raysim.run(base | {"algorithm": "fedavg", "model": "logistic", "rounds": 1})
 
 
 def test_as_many_as_there_is_room_for_do_not_wrap_round():
@@ -228,9 +254,9 @@ def test_as_many_as_there_is_room_for_do_not_wrap_round():
     value = torch.full((2,), largest, dtype=torch.float64)
     one = BlockSum([value], [1.0])
     with pytest.raises(NonFiniteError, match="all blocks"):
-        for _ in range(5000):
+        for _ in range(9000):
             total.add(one)
-    assert to_float(total.total, torch.float64)[0] == pytest.approx(MAX_LOW_LIMB_SUM, rel=2e-3)
+    assert to_float(total.total, torch.float64)[0] == pytest.approx(MAX_LIMB_SUM, rel=2e-3)
     assert total.bound >= float(to_float(total.total, torch.float64).max())
 
 
@@ -435,9 +461,7 @@ def test_many_small_blocks_stay_in_the_range_of_int64(is_fine):
     found = to_float(total.total, torch.float64)
     assert found.tolist() == pytest.approx([largest * 2**22, -largest * 2**22], rel=1e-9)
     with pytest.raises(NonFiniteError, match="all blocks"):
-        for _ in range(2):
-            total.add(one)
-            total.bound *= 2
+        combine([total.total] * 4, 4 * total.bound)
 
 
 def test_a_sum_is_short_if_its_blocks_cancel():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.data.examples import own_copy
+from raysim.errors import RaysimError
 from raysim.models.flat import Model
-from raysim.numerics.fixed_point import MAX_MAGNITUDE, BlockSum, FixedSum
+from raysim.numerics.fixed_point import MAX_MAGNITUDE, BlockSum, FixedSum, NonFiniteError
 from raysim.numerics.host_copies import to_host
 from raysim.rules.contract import ClientRule, Report, ServerRule, State
 from raysim.rules.uploads import Kind, declared, sums, with_mode
@@ -155,6 +157,26 @@ class UploadLayout:
         return self.dtype is not None and value.shape == (self.size,) and key in self.sent
 
 
+@contextmanager
+def names_upload(name: str) -> Iterator[None]:
+    """Name the upload whose sum leaves the range of fixed point.
+
+    Args:
+        name: mode and key of the upload, as in `WorkerResult.sums`.
+
+    Raises:
+        RaysimError: it did.
+    """
+    mode, _, key = name.partition(" ")
+    try:
+        yield
+    except NonFiniteError as error:
+        raise RaysimError(
+            f"{mode} of upload '{key}': {error}; let clients send smaller numbers, or raise "
+            "batching.size"
+        ) from None
+
+
 class UploadSum:
     """Sum of the uploads of the clients of several blocks.
 
@@ -194,7 +216,8 @@ class UploadSum:
         self._outcome.clients += [self._done(update) for update in updates]
         self._outcome.ids += [update.task.client for update in good]
         for (mode, key), block in sums.items():
-            self._sums[f"{mode} {key}"].add(block)
+            with names_upload(name := f"{mode} {key}"):
+                self._sums[name].add(block)
         if not good:
             return
         for key in self.uploads.per_client:
@@ -213,7 +236,8 @@ class UploadSum:
         """
         if not self._fits(block := BlockSum([delta], [1.0])):
             return False
-        self._sums["mean delta"].add(block)
+        with names_upload("mean delta"):
+            self._sums["mean delta"].add(block)
         self._outcome.ids += list(losses)
         self._outcome.clients += [
             ClientResult(client, loss, bytes=nbytes) for client, loss in losses.items()
