@@ -12,7 +12,7 @@
 
 The adaptive attacker simulates the client: modified gradients, pseudo data, clipping and weight
 decay. It does not simulate random parts (dropout, noise) or data that come from images of other
-batches. It treats signs as constants.
+batches, and it refuses stages of `local.upload`. It treats signs as constants.
 
 The setting is that of Xu et al. 2022, appendix B: Adam for both costs, labels known.
 """

@@ -23,10 +23,12 @@ from raysim.models.flat import Model
 from raysim.randomness import generator
 from raysim.rules import Batch, ClientRule, LocalData, Loss, task_loss
 from raysim.rules.contract import overridden
+from raysim.rules.upload_stages import UploadStage
 from raysim.system.signals import failing_as, reraise_stop
 from raysim.training.messages import Broadcast
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.pure_task import PureTask
+from raysim.training.uploads.client_level_dp import CLIP_NORM
 
 logger = logging.getLogger("raysim")
 
@@ -107,6 +109,7 @@ def simulated(
     x: Tensor,
     y: Tensor,
     data: Any = None,
+    clip_norm: float | None = None,
 ) -> Tensor:
     """Return the simulated gradient ĝ [P], differentiable in x.
 
@@ -121,6 +124,7 @@ def simulated(
         x: images [b, C, H, W].
         y: labels [b].
         data: what the rule's methods get as the data of the client.
+        clip_norm: largest norm of `delta`, under client-level privacy; None: unlimited.
     """
     global_params = broadcast.global_params
     if rule is None:
@@ -138,12 +142,23 @@ def simulated(
             batch = replace(batch, prepared=rule.prepare(broadcast.shared, batch, task))
         state = rule.step(broadcast.shared, state, batch, task)
         report, _ = rule.finish(broadcast.shared, state, client_state, data, task)
-    return report["delta"] / facts.lr
+    delta = report["delta"]
+    if clip_norm is not None:
+        norm = (delta * delta).sum().clamp(min=1e-30).sqrt()
+        delta = delta * torch.clamp(clip_norm / norm, max=1.0)
+    return delta / facts.lr
 
 
-def _refuse_rule(rule: ClientRule, model: Model) -> None:
-    """Refuse a client rule whose update depends on more than the attacker sees."""
-    if rule.state(PureTask(model, LocalSettings())):
+def _refuse_clients(
+    rule: ClientRule, stages: Sequence[UploadStage], model: Model, settings: LocalSettings
+) -> None:
+    """Refuse clients whose update depends on more than the attacker sees or simulates."""
+    if stages:
+        raise ConfigError(
+            f"attacker: the stage {type(stages[0]).__name__} of local.upload changes uploads, which "
+            "the attacker does not simulate; use attacker=oblivious"
+        )
+    if rule.state(PureTask(model, settings)):
         raise ConfigError(
             f"attacker: client rule '{rule.name}' keeps what it has from earlier rounds, which the "
             "attacker does not see; use attacker=oblivious"
@@ -173,13 +188,11 @@ class GradientSimulator:
         device = options.device
         group, base = plan.group(seen[0].client), seen[0].base
         config, local = group.config, group.config.local
-        self.options, self.name = options, config.model.name
+        self.options, self.name, self.classes = options, config.model.name, plan.dataset.classes
         self.model = plan.model(device)
         if local.buffers == "frozen":
             self.model.freeze_statistics()
         self.rule = group.rule.at(base) if options.attacker == "adaptive" else None
-        if self.rule is not None:
-            _refuse_rule(self.rule, self.model)
         broadcast = seen[0].broadcast
         self.broadcast = Broadcast(
             {k: v.to(device) for k, v in broadcast.shared.items()}, broadcast.buffers.to(device)
@@ -195,6 +208,11 @@ class GradientSimulator:
             decayed=self.model.decayed() if local.weight_decay else None,
             group=group.name,
         )
+        if self.rule is not None:
+            _refuse_clients(self.rule, group.stages, self.model, self.settings)
+        self.clip_norm: float | None = None
+        if (privacy := config.client_privacy) is not None:
+            self.clip_norm = float(broadcast.shared.get(CLIP_NORM, privacy.clip_norm))
         self.clients = [observation.client for observation in seen]
         of_round = plan.clients.at(base)
         self.sizes = [len(of_round.client(client)) for client in self.clients]
@@ -233,7 +251,9 @@ class GradientSimulator:
         self.vmap = not reason
         if reason:
             logger.info("attack: one client after the other (%s)", reason)
-        self._check_differentiable(x[0])
+        # The client with the most images: what is known of it is the smallest part.
+        largest = self.sizes.index(max(self.sizes))
+        self._check_differentiable(largest, self.starts(0)[largest])
 
     def _why_not_side_by_side(self, x: Tensor) -> str:
         """Return why vmap cannot simulate the clients; "" if it can."""
@@ -248,8 +268,8 @@ class GradientSimulator:
             return in_a_line(error)
         return ""
 
-    def _check_differentiable(self, images: Tensor) -> None:
-        """Check that the simulated gradient of one client is a differentiable function."""
+    def _check_differentiable(self, i: int, images: Tensor) -> None:
+        """Check that the simulated gradient of observation i is a differentiable function."""
         subject, instead = f"model '{self.name}'", "take another net"
         if self.rule is not None:
             subject, instead = f"client rule '{self.rule.name}'", "use attacker=oblivious"
@@ -258,9 +278,11 @@ class GradientSimulator:
             f"attacker: {subject} cannot be simulated as a differentiable function of the images"
         )
         with failing_as(lambda why: ConfigError(f"{cannot} ({why}); {instead}")):
-            sent = self._one(0)(images, self.y[0])
+            sent = self._one(i)(images, self.y[i])
             torch.autograd.grad(sent.sum(), images)
-        if self.rule is not None and not torch.isfinite(sent).all():
+            # Integers cannot be NaN: labels that are not known show by a change.
+            changed = self._one(i, len(self.classes) - 1)(images, self.y[i])
+        if self.rule is not None and not (torch.isfinite(sent).all() and torch.equal(sent, changed)):
             raise ConfigError(
                 f"attacker: what {subject} sends of one batch is not finite, or depends on all of "
                 f"the client's data, which the attacker does not have; {instead}"
@@ -308,19 +330,23 @@ class GradientSimulator:
         simulate = self._one(None)
         return torch.func.vmap(lambda g, x, y: distance(g, simulate(x, y)))(g, x, y)
 
-    def _one(self, i: int | None) -> Callable[[Tensor, Tensor], Tensor]:
+    def _one(
+        self, i: int | None, label_of_others: int = 0
+    ) -> Callable[[Tensor, Tensor], Tensor]:
         """Return the function (x, y) -> ĝ of observation i; None: of all, for use under vmap."""
         alone = len(set(self.sizes)) == 1 or i is not None
         n = self.sizes[i or 0]
 
         def simulate(x: Tensor, y: Tensor) -> Tensor:
-            # The attacker knows nothing of the client's other images.
-            known_images = x if n == len(y) else x * torch.nan
-            data = (
-                LocalData(n, self.average, lambda augment=False: iter([Batch(known_images, y)]))
-                if alone
-                else _Ragged()
+            known = Batch(x, y)
+            if n != len(y):
+                # The attacker knows nothing of the client's other images.
+                known = Batch(x * torch.nan, torch.full_like(y, label_of_others))
+            data = _Ragged()
+            if alone:
+                data = LocalData(n, self.average, lambda augment=False: iter([known]))
+            return simulated(
+                self.rule, self.model, self.settings, self.broadcast, x, y, data, self.clip_norm
             )
-            return simulated(self.rule, self.model, self.settings, self.broadcast, x, y, data)
 
         return simulate

@@ -197,6 +197,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "local": {"batch_size": 2},
         "partition": PAIRS,
     },
+    "clipped clients": {"privacy": {"unit": "client", "clip_norm": 0.01, "noise_multiplier": 0}},
     "batch norm": {"model": "tinynn", "local": {"batch_size": 2}, "partition": PAIRS},
     "frozen statistics": {
         "model": "tinynn",
@@ -490,7 +491,7 @@ def test_what_is_not_finite_is_said_by_client(observe):
 # -- what cannot be attacked -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["scaffold", "moon", "feddyn"])
+@pytest.mark.parametrize("rule", ["scaffold", "moon", "feddyn", "ditto"])
 def test_rules_that_keep_something_are_refused_by_name(observe, rule):
     seen = observe(algorithm=rule)
     with pytest.raises(ConfigError, match=f"client rule '{rule}' keeps"):
@@ -521,6 +522,21 @@ def test_a_rule_that_wants_all_data_works_where_the_batch_is_all(observe, source
     torch.testing.assert_close(
         simulation.costs(seen.images()), torch.zeros(4, dtype=torch.float64), atol=1e-15, rtol=0
     )
+
+
+def test_a_rule_that_reads_the_labels_of_other_batches_is_refused_by_name(observe, ragged):
+    """Also where the first client has no other batch."""
+    seen = observe(algorithm="fedlc", partition=ragged([1, 4, 4, 4]))
+    seen.observations.sort(key=lambda one: one.client)
+    with pytest.raises(ConfigError, match="client rule 'fedlc'.*all of the client's data"):
+        invert(seen.plan, seen.observations, AttackOptions(attacker="adaptive", iterations=1))
+
+
+def test_stages_of_uploads_are_refused_by_name(observe):
+    seen = observe(local={"upload": [{"name": "topk", "share": 0.1}]})
+    with pytest.raises(ConfigError, match=r"stage TopK of local\.upload.*attacker=oblivious"):
+        seen.simulation(attacker="adaptive")
+    assert seen.simulation(attacker="oblivious").clip_norm is None
 
 
 def test_several_steps_and_other_uploads_are_refused(observe):
