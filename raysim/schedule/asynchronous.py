@@ -198,7 +198,8 @@ class Asynchronous:
 
     def _start_waiting_clients(self) -> None:
         """Give free places to waiting clients."""
-        while ready := self._with_data():
+        ready = self._with_data()
+        while ready:
             free = self._places - self._in_flight
             if self._arrived_keep_places:
                 free -= len(self._arrived)
@@ -209,15 +210,19 @@ class Asynchronous:
                 self._waiting = [client for client in self._waiting if client not in starting]
                 for client in ready:
                     self._start_task(client)
-            else:
-                u = self._uniforms.number(self._uniforms_used)
-                self._uniforms_used += 1
-                client = ready[int(u * len(ready))]
+                return
+            u = self._uniforms.number(self._uniforms_used)
+            self._uniforms_used += 1
+            client = ready.pop(int(u * len(ready)))
+            if ready is not self._waiting:
                 self._waiting.remove(client)
-                self._start_task(client)
+            self._start_task(client)
 
     def _with_data(self) -> list[int]:
-        """Return the waiting clients that have examples in the round of the newest version."""
+        """Return the waiting clients that have examples in the round of the newest version.
+
+        They are the list of those that wait itself if the data never change.
+        """
         if len(self._sizes.phases) == 1:
             return self._waiting
         sizes = self._sizes.at(self._version)

@@ -45,7 +45,6 @@ class ClientTimes:
         sizes: number of examples of each client, [N], or these by round.
 
     Attributes:
-        mean: mean virtual duration of each client's tasks in round 0, float64 [N].
         are_constant: whether every task takes one unit of virtual time.
 
     Raises:
@@ -56,7 +55,6 @@ class ClientTimes:
         speeds = config.schedule.client_speeds
         self._sizes = SizesByRound.of(sizes)
         self._means = [_mean_durations(config, of_phase) for of_phase in self._sizes.phases]
-        self.mean = self._means[0]
         self.are_constant = isinstance(speeds, Constant)
         self._is_exponential = isinstance(speeds, UniformArrival)
         self._jitter = float(getattr(speeds, "jitter", 0.0))
@@ -66,7 +64,7 @@ class ClientTimes:
         self._factors = KeyedStream(config.seed, "speed", draw)
         self._windows = config.schedule.availability
         if self._windows is not None:
-            uniforms = generator(config.seed, "windows").random(len(self.mean))
+            uniforms = generator(config.seed, "windows").random(len(self._means[0]))
             self._offset = uniforms * self._windows.period
 
     @property
@@ -120,7 +118,8 @@ def _mean_durations(config: Config, sizes: np.ndarray) -> np.ndarray:
             first_slow = n_clients - slow_clients(n_clients, speeds.slow)
             return np.where(np.arange(n_clients) >= first_slow, speeds.factor, 1.0)
         case ByData():
-            return sizes / sizes.mean()
+            # Clients that are held out or empty have no examples here, and never train.
+            return sizes / sizes[sizes > 0].mean()
         case Trace():
             path = Path(speeds.path).expanduser()
             return _read_trace(path, sizes, _examples_per_task(config, sizes))

@@ -32,8 +32,8 @@ class Synchronous:
     client-level privacy, where who has data must not show in how often the others are sampled.
 
     A round starts when at least one client with data is available. It ends when its last task
-    ends, or at the deadline if a client missed it. A client that missed the deadline may be sampled
-    again at once.
+    ends, or at the deadline if a client missed it or dropped out. A client that missed the deadline
+    may be sampled again at once.
 
     Args:
         config: the run's configuration.

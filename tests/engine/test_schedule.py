@@ -31,6 +31,7 @@ from raysim.config.schema import Config
 from raysim.config.sections.data import Data
 from raysim.config.sections.schedule import InFlight
 from raysim.data import load_dataset
+from raysim.data.partition.clients import SizesByRound
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import make_server, make_trainer
@@ -111,7 +112,7 @@ def means(config: Config, sizes: Sequence[int]) -> list[float]:
     if s.name == "two_speed":
         return [s.factor if i >= n - max(1, round(s.slow * n)) else 1.0 for i in range(n)]
     if s.name == "data":
-        return [size / (sum(sizes) / n) for size in sizes]
+        return [size / (sum(sizes) / sum(size > 0 for size in sizes)) for size in sizes]
     if s.name == "trace":
         rows = {
             int(row["client"]): row for row in csv.DictReader(Path(s.path).read_text().splitlines())
@@ -744,6 +745,27 @@ def test_who_takes_just_as_long_as_the_deadline_is_in_time():
         "availability": {"period": 1.7, "open": 0.2},
     }
     assert [turn.missed_deadline for turn in turns(alone(given), [3, 3], 50)] == [0] * 50
+
+
+def test_the_average_client_that_trains_takes_one_unit_of_time():
+    """Neither clients that are held out nor empty ones make the others slower."""
+    speeds = {"name": "data", "jitter": 0}
+    for sizes in ([2, 4, 6], [0, 2, 0, 4, 6]):
+        rounds = turns(alone({"cohort": len(sizes), "client_speeds": speeds}), sizes, 1)
+        durations = [arrival.duration for arrival in rounds[0].arrivals]
+        assert durations == [0.5, 1.0, 1.5]
+
+
+def test_clients_that_wait_are_looked_at_once_for_all_free_places(monkeypatch):
+    """In runs whose clients change their examples."""
+    looked_up = []
+    of_round = SizesByRound.at
+    monkeypatch.setattr(
+        SizesByRound, "at", lambda sizes, t: looked_up.append(t) or of_round(sizes, t)
+    )
+    sizes = SizesByRound((0, 10), (np.full(40, 3), np.full(40, 4)))
+    schedule.make_schedule(alone({"name": "kasync", "k": 2, "concurrency": 20}), sizes)
+    assert looked_up == [0]
 
 
 # -- stopped in the middle -------------------------------------------------------------------------

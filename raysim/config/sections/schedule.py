@@ -51,7 +51,7 @@ class TwoSpeed(Jittered):
 
 
 class ByData(Jittered):
-    """Mean times proportional to a client's number of examples; the average client takes 1."""
+    """Mean times proportional to a client's examples; the average client that trains takes 1."""
 
     name: Literal["data"]
 
@@ -78,7 +78,8 @@ ClientSpeeds = Annotated[
 class ClientDropout(Section):
     """Clients that drop out: their task never arrives.
 
-    The drop-out shows when the task should have ended.
+    The drop-out shows when the task should have ended, and in a synchronous round with a `deadline`
+    at the deadline.
     """
 
     rate: float = Field(gt=0, le=1)
