@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
-import torch
 from numpy.random import Generator
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from raysim.models.default_device import brought_to, tensors_on
 from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import ServerRule, State, overridden
 from raysim.rules.errors.returned_values import check_tensors
+from raysim.rules.errors.user_code import breach
 from raysim.rules.reports import Cohort, Reports
 from raysim.rules.rule import Problem
 from raysim.server.batchnorm_average import averaged_statistics
@@ -99,7 +99,9 @@ class Server:
             self.state = rule.init(x0.clone(), problem)
             self.buffers = buffers.clone()
             check_tensors(rule, "init", self.state)
-            check_state(rule, "init", {"x": x0}, {"x": self.state.get("x", x0)})
+            if "x" not in self.state:
+                raise breach(rule, "init", "returns no 'x'; return the parameters under this key")
+            check_state(rule, "init", {"x": x0}, {"x": self.state["x"]})
         self.cohort = Cohort(0, [], problem.n_nonempty, seed=problem.seed)
         self.sent: dict[str, tuple[Tensor, int]] = {}
         """The tensors of the last broadcast, which clients may still use, with their versions."""

@@ -200,6 +200,10 @@ def test_schedules_are_found_beside_names_of_type_checkers(source):
 SERVERS = [
     ("half", "init of server rule 'serverdoes' returns 'x' as float16"),
     (
+        "no x",
+        "init of server rule 'serverdoes' returns no 'x'; return the parameters under this key",
+    ),
+    (
         "adds",
         "update of server rule 'serverdoes' must return the keys of init; the two differ in m",
     ),
@@ -292,8 +296,14 @@ def test_a_dict_that_is_looked_up_by_client_is_refused_on_lanes(config):
     ("rule", "message"),
     [
         ({"name": "Later", "what": "in place", "after": 2}, 'changes shared["x"] in place'),
-        ({"name": "ServerDoes", "what": "in place late"}, "update of server rule 'serverdoes' changes 'x' in place"),
-        ({"name": "ServerDoes", "what": "before_round in place"}, "before_round of server rule 'serverdoes' changes 'x' in place"),
+        (
+            {"name": "ServerDoes", "what": "in place late"},
+            "update of server rule 'serverdoes' changes 'x' in place",
+        ),
+        (
+            {"name": "ServerDoes", "what": "before_round in place"},
+            "before_round of server rule 'serverdoes' changes 'x' in place",
+        ),
         (
             {"name": "SendsItsMomentum", "method": "before_round"},
             "before_round of server rule 'sendsitsmomentum' changes 'm' in place",

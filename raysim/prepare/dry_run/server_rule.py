@@ -44,7 +44,7 @@ from raysim.server.round_cohort import RoundCohort
 from raysim.server.selection import ClientHistory
 from raysim.spelling import did_you_mean
 from raysim.training.groups import ClientGroup
-from raysim.training.messages import Block, Broadcast, ClientTask
+from raysim.training.messages import Block, ClientTask
 from raysim.training.trainers.group_trainer import GroupTrainer
 
 logger = logging.getLogger("raysim")
