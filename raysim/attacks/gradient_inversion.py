@@ -207,3 +207,9 @@ def _refuse(plan: Plan, observations: Sequence[Observation]) -> None:
                 f"attack: client {observation.client} made {observation.steps} local steps, and a "
                 "gradient can be read off one only; run it again with local.steps=1"
             )
+        for label in observation.y.reshape(-1).tolist():
+            if not 0 <= label < len(plan.dataset.classes):
+                raise ConfigError(
+                    f"attack: client {observation.client} has an example with label {label}, which "
+                    "is none of the data's classes; run it again with other clients recorded"
+                )

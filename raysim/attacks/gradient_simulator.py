@@ -155,8 +155,8 @@ def _refuse_clients(
     """Refuse clients whose update depends on more than the attacker sees or simulates."""
     if stages:
         raise ConfigError(
-            f"attacker: the stage {type(stages[0]).__name__} of local.upload changes uploads, which "
-            "the attacker does not simulate; use attacker=oblivious"
+            f"attacker: the stage {type(stages[0]).__name__} of local.upload changes uploads, "
+            "which the attacker does not simulate; use attacker=oblivious"
         )
     if rule.state(PureTask(model, settings)):
         raise ConfigError(
@@ -282,7 +282,9 @@ class GradientSimulator:
             torch.autograd.grad(sent.sum(), images)
             # Integers cannot be NaN: labels that are not known show by a change.
             changed = self._one(i, len(self.classes) - 1)(images, self.y[i])
-        if self.rule is not None and not (torch.isfinite(sent).all() and torch.equal(sent, changed)):
+        if self.rule is not None and not (
+            torch.isfinite(sent).all() and torch.equal(sent, changed)
+        ):
             raise ConfigError(
                 f"attacker: what {subject} sends of one batch is not finite, or depends on all of "
                 f"the client's data, which the attacker does not have; {instead}"
@@ -330,9 +332,7 @@ class GradientSimulator:
         simulate = self._one(None)
         return torch.func.vmap(lambda g, x, y: distance(g, simulate(x, y)))(g, x, y)
 
-    def _one(
-        self, i: int | None, label_of_others: int = 0
-    ) -> Callable[[Tensor, Tensor], Tensor]:
+    def _one(self, i: int | None, label_of_others: int = 0) -> Callable[[Tensor, Tensor], Tensor]:
         """Return the function (x, y) -> ĝ of observation i; None: of all, for use under vmap."""
         alone = len(set(self.sizes)) == 1 or i is not None
         n = self.sizes[i or 0]

@@ -48,6 +48,7 @@ ATTACK_OVERRIDES = {
     "evaluate.forgetting": None,
     "evaluate.probes": (),
     "checkpoint.every": 0,
+    "stop": None,
 }
 """Keys of the runs that are attacked."""
 

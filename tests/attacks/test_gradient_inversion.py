@@ -528,7 +528,7 @@ def test_a_rule_that_reads_the_labels_of_other_batches_is_refused_by_name(observ
     """Also where the first client has no other batch."""
     seen = observe(algorithm="fedlc", partition=ragged([1, 4, 4, 4]))
     seen.observations.sort(key=lambda one: one.client)
-    with pytest.raises(ConfigError, match="client rule 'fedlc'.*all of the client's data"):
+    with pytest.raises(ConfigError, match=r"client rule 'fedlc'.*all of the client's data"):
         invert(seen.plan, seen.observations, AttackOptions(attacker="adaptive", iterations=1))
 
 
@@ -544,6 +544,9 @@ def test_several_steps_and_other_uploads_are_refused(observe):
     client = seen.observations[0].client
     with pytest.raises(ConfigError, match=rf"client {client} made 3 local steps.*local\.steps=1"):
         invert(seen.plan, seen.observations, AttackOptions())
+    unlabelled = replace(seen.observations[0], steps=1, y=torch.tensor([-100]))
+    with pytest.raises(ConfigError, match=f"client {client} has an example with label -100"):
+        invert(seen.plan, [unlabelled], AttackOptions())
     nova = observe(algorithm="fednova")
     with pytest.raises(ConfigError, match="server rule 'fednova' takes normalised"):
         invert(nova.plan, nova.observations, AttackOptions())

@@ -13,7 +13,7 @@ import yaml
 from support.command_line import CommandResult, assert_one_message
 
 from raysim.attacks import noise_matching
-from raysim.attacks.noise_matching import NoiseTrial, bisect
+from raysim.attacks.noise_matching import MatchOptions, MethodComparison, NoiseTrial, bisect
 from raysim.errors import ConfigError
 
 
@@ -159,6 +159,13 @@ def test_a_mistake_is_one_message_before_anything_runs(change, words, raysim_, t
     said = raysim_("privacy-match", file(tmp_path, **change))
     assert_refused(said, *words)
     assert not Path("runs").exists()
+
+
+def test_a_run_that_stops_on_a_metric_is_attacked_without_it(tmp_path):
+    """The run that is attacked does not evaluate."""
+    raw = yaml.safe_load(file(tmp_path).read_text()) | {"stop": {"metric": "loss", "patience": 5}}
+    asked = MatchOptions(**raw.pop("match"))
+    MethodComparison(raw, asked)
 
 
 def test_other_files_and_other_commands_are_told_apart(raysim_, tmp_path):
