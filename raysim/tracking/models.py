@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -45,25 +48,28 @@ def log_model(run_dir: Path, net: nn.Module, example: Tensor, name: str, step: i
             f"the net cannot be logged as a model: forward returns {type(outputs).__name__}, and a "
             "model in MLflow one tensor; raysim export writes its weights"
         )
-    with (
-        mlflow_client.open_store(restored_uri(start["uri"]), "written") as client,
-        # `set_tracking_uri` sets the variable, which the next run of this process would use.
-        variables_kept(["MLFLOW_TRACKING_URI"]),
-    ):
-        import mlflow
+    uri = absolute_uri(restored_uri(start["uri"]))
+    with mlflow_client.open_store(uri, "written") as client, _store_of_mlflow(uri):
         from mlflow import pytorch
         from mlflow.exceptions import MlflowException
-        from mlflow.models import infer_signature
+        from mlflow.models import Model, infer_signature
 
-        status = client.get_run(tail.run_id).info.status
-        mlflow.set_tracking_uri(absolute_uri(restored_uri(start["uri"])))
+        signature = infer_signature(example.numpy(), outputs.detach().numpy())
+        run = client.get_run(tail.run_id)
+        # By their ids, since an active run of MLflow may be one of the user's, in another store.
+        model = client.create_logged_model(
+            run.info.experiment_id, name, tail.run_id, params=run.data.params
+        )
         try:
-            with warnings.catch_warnings(), mlflow.start_run(run_id=tail.run_id):
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                logged = pytorch.log_model(
-                    net,
-                    name=name,
-                    signature=infer_signature(example.numpy(), outputs.detach().numpy()),
+                logged = Model.log(
+                    artifact_path=None,
+                    flavor=pytorch,
+                    run_id=tail.run_id,
+                    model_id=model.model_id,
+                    pytorch_model=net,
+                    signature=signature,
                     input_example=example.numpy(),
                     serialization_format="pt2",
                     pip_requirements=["torch"],
@@ -75,6 +81,19 @@ def log_model(run_dir: Path, net: nn.Module, example: Tensor, name: str, step: i
             raise RaysimError(
                 f"the net cannot be logged as a model: torch.export fails: {in_a_line(error)}"
             ) from None
-        finally:
-            client.set_terminated(tail.run_id, status)
     return logged.model_uri
+
+
+@contextmanager
+def _store_of_mlflow(uri: str) -> Iterator[None]:
+    """Let functions of MLflow that take no client use a store; afterwards the user's, as before."""
+    import mlflow
+
+    before: Any = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
+    # `set_tracking_uri` sets the variable, which the next run of this process would use.
+    with variables_kept(["MLFLOW_TRACKING_URI"]):
+        mlflow.set_tracking_uri(uri)
+        try:
+            yield
+        finally:
+            mlflow.set_tracking_uri(before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,17 @@ def test_half(trained: RunResult) -> tuple[np.ndarray, np.ndarray]:
     examples = Examples.of(prepare(trained.run_dir / "config.yaml").dataset, "test")
     x, y = examples.batch(torch.arange(len(examples)))
     return x.numpy(), y.numpy()
+
+
+@pytest.fixture
+def mlflow(trained: RunResult) -> Iterator[Any]:
+    """MLflow as the user of a script has it: the store of the run, and another run is active."""
+    import mlflow
+
+    mlflow.set_tracking_uri(trained.config.tracking.uri)
+    with mlflow.start_run():
+        yield mlflow
+    mlflow.set_tracking_uri(None)  # pyright: ignore[reportArgumentType]  # as it was
 
 
 def accuracy(logits: Any, y: np.ndarray) -> float:
@@ -85,12 +98,10 @@ def test_a_better_round_without_a_checkpoint_is_named(tmp_path: Path, caplog: An
     ]
 
 
-def test_mlflow_has_the_model_with_its_signature(trained: RunResult, test_half: Any):
+def test_mlflow_has_the_model_with_its_signature(trained: RunResult, test_half: Any, mlflow: Any):
     from raysim.tracking.mlflow_client import connected
 
     address = export(trained.run_dir, "mlflow")
-    import mlflow
-
     model = mlflow.pyfunc.load_model(address)
     assert accuracy(model.predict(test_half[0]), test_half[1]) == pytest.approx(
         trained.history[-1]["accuracy"]
@@ -100,10 +111,24 @@ def test_mlflow_has_the_model_with_its_signature(trained: RunResult, test_half: 
     assert run.info.status == "FINISHED" and run.outputs.model_outputs
 
 
-def test_a_run_logs_its_final_and_its_best_net(trained: RunResult, test_half: Any):
-    """`tracking.models`: loaded by MLflow they compute what the nets compute, with types and shapes in the signature."""
-    import mlflow
+def test_a_script_goes_on_with_its_own_mlflow(trained: RunResult, tmp_path: Path, mlflow: Any):
+    """A run that logs models in another store neither ends the script's run nor moves its store."""
+    mine = mlflow.get_tracking_uri()
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    done = raysim.run(
+        BASE, rounds=1, run_dir=str(tmp_path / "r"), tracking={"uri": store, "models": "final"}
+    )
+    client = mlflow.MlflowClient(store)
+    run = client.get_run(done.run_id)
+    [model] = client.search_logged_models([run.info.experiment_id])
+    assert model.source_run_id == done.run_id and model.status == "READY"
+    assert run.info.status == "FINISHED" and len(run.outputs.model_outputs) == 1
+    mlflow.log_metric("own", 1.0)
+    assert mlflow.get_tracking_uri() == mine == os.environ["MLFLOW_TRACKING_URI"]
 
+
+def test_a_run_logs_its_final_and_its_best_net(trained: RunResult, test_half: Any, mlflow: Any):
+    """`tracking.models`: loaded by MLflow they compute what the nets compute, with types and shapes in the signature."""
     from raysim.tracking.mlflow_client import connected
 
     client = connected(trained.config.tracking.uri)
