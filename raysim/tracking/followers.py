@@ -57,6 +57,10 @@ class Follower(ABC):
         """
 
     @abstractmethod
+    def resumed(self) -> None:
+        """Take note that the run was resumed: the rounds after its checkpoint come again."""
+
+    @abstractmethod
     def parameters(self, values: Mapping[str, str]) -> None:
         """Log the configuration, with dotted keys.
 
@@ -116,7 +120,11 @@ class TensorBoard(Follower):
             str(self.run_dir / "tensorboard"), purge_step=step
         )
         self._writer = self._make_writer(None)
-        self._resumed = start["run_id"] is not None
+        self._resumed = False
+
+    def resumed(self) -> None:
+        """Let the next step replace all later ones. See `Follower.resumed`."""
+        self._resumed = True
 
     def parameters(self, values: Mapping[str, str]) -> None:
         """Log the configuration as a table. See `Follower.parameters`."""
@@ -124,7 +132,7 @@ class TensorBoard(Follower):
 
     def metrics(self, values: Mapping[str, float], step: int, time: float) -> None:
         """Write each metric as a scalar. See `Follower.metrics`."""
-        if self._resumed:  # rounds after the checkpoint are logged again and replace the old ones
+        if self._resumed:
             self._writer.close()
             self._writer, self._resumed = self._make_writer(step), False
         for key, value in values.items():
@@ -178,6 +186,9 @@ class WandB(Follower):
             reinit="create_new",
             settings=wandb.Settings(console="off", silent=True),
         )
+
+    def resumed(self) -> None:
+        """Do nothing: W&B keeps the first values of a step. See `Follower.resumed`."""
 
     def parameters(self, values: Mapping[str, str]) -> None:
         """Update the configuration of the run. See `Follower.parameters`."""
@@ -256,6 +267,7 @@ def send(tail: Tail, follower: Follower) -> int:
         The number of records that were sent; 0 at the end of the spool.
     """
     log: dict[str, Callable[[dict[str, Any]], None]] = {
+        "start": lambda record: None if record["run_id"] is None else follower.resumed(),
         "params": lambda record: follower.parameters(record["values"]),
         "metrics": lambda record: follower.metrics(
             record["values"], record["step"], record["time"] / 1000

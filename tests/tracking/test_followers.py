@@ -105,6 +105,25 @@ def test_a_resumed_run_shows_each_round_once(folder: Path):
     assert scalars(folder / "r", "accuracy") == accuracies(result.history)
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_rounds_that_are_trained_again_replace_those_of_a_killed_run(folder: Path, later: bool):
+    """Whether TensorBoard follows the run, or gets its records only afterwards."""
+    also = {} if later else {"tracking.also": "tensorboard"}
+
+    def kill(record: dict[str, float]) -> None:
+        if record["round"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        raysim.run(
+            "quickstart", OVERRIDES, rounds=4, run_dir="r", progress=kill,
+            **{"checkpoint.every": 2, **also},
+        )  # fmt: skip
+    result = raysim.resume("r")
+    catch_up(folder / "r", ["tensorboard"])
+    assert scalars(folder / "r", "accuracy") == accuracies(result.history)
+
+
 def test_sync_shows_an_old_run_in_tensorboard(raysim_, folder: Path):
     result = raysim.run("quickstart", OVERRIDES, rounds=2, run_dir="r")
     assert not (folder / "r" / "tensorboard").exists()
@@ -125,6 +144,8 @@ class Memory(Follower):
     def open(self, start: Any) -> None:
         Memory.opened += 1
         self.steps: list[int] = []
+
+    def resumed(self) -> None: ...
 
     def parameters(self, values: Any) -> None: ...
 
