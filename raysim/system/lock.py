@@ -97,7 +97,13 @@ def _take(run_dir: Path) -> int:
                 f"run_dir: {path} cannot be written: {error.strerror}; make it writable, or "
                 "choose another folder (for a stopped run: resume it with --fork run_dir=FOLDER)"
             ) from None
-        if other := _holder(handle, path):
+        try:
+            other = _holder(handle, path)
+        except ConfigError:  # nobody can lock it
+            os.close(handle)
+            path.unlink(missing_ok=True)
+            raise
+        if other:
             os.close(handle)
             raise ConfigError(f"{run_dir}: {other} is at work on this run; wait for it or end it")
         with suppress(FileNotFoundError):
@@ -117,14 +123,14 @@ def _holder(handle: int, path: Path) -> str | None:
     facts = _facts(handle)
     host = facts.get("host", platform.node())
     process = f"process {facts.get('pid', '(unknown)')} on {facts.get('host', 'this machine')}"
-    if not _lock(handle):
+    if not _lock(handle, path):
         return process
     if host == platform.node():
         return None
     unlock_descriptor(handle)
     if _touched(path):
         return f"{process} (seen from here by its heartbeat)"
-    return None if _lock(handle) else process
+    return None if _lock(handle, path) else process
 
 
 def _facts(handle: int) -> dict[str, Any]:
@@ -135,10 +141,32 @@ def _facts(handle: int) -> dict[str, Any]:
         return {}
 
 
-def _lock(handle: int) -> bool:
-    """Lock the open file in the kernel; return whether that succeeds."""
+def lock_file(handle: int, path: Path) -> bool:
+    """Lock an open file in the kernel, without waiting.
+
+    Args:
+        handle: descriptor of the file.
+        path: the file.
+
+    Returns:
+        Whether no other process holds the lock.
+
+    Raises:
+        ConfigError: the file system has no locks.
+    """
+    try:
+        return lock_descriptor(handle, blocking=False)
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir: the file system of {path.parent} has no locks ({error.strerror}); mount it "
+            "with flock, or choose another folder"
+        ) from None
+
+
+def _lock(handle: int, path: Path) -> bool:
+    """Lock the open file in the kernel, which may be busy for a moment; see `lock_file`."""
     end = time.monotonic() + RETRY_TIMEOUT_S
-    while not lock_descriptor(handle, blocking=False):
+    while not lock_file(handle, path):
         if time.monotonic() > end:
             return False
         time.sleep(0.02)

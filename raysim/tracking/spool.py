@@ -23,13 +23,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from filelock import lock_descriptor
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from raysim.errors import ConfigError, RaysimError
 from raysim.system import files
 from raysim.system.json_files import parsed, read_json
+from raysim.system.lock import lock_file
 
 logger = logging.getLogger("raysim.tracking")
 
@@ -294,17 +294,16 @@ class Spool(Tail):
         except OSError as error:
             raise RaysimError(f"{path} cannot be written: {error.strerror}") from None
         self._file = open(handle, "ab+", buffering=0)  # noqa: SIM115
-        if not lock_descriptor(self._file.fileno(), blocking=False):
-            self._file.close()
-            raise RaysimError(
-                f"{folder}: another process is tracking a run here; wait for it or end it"
-            ) from None
         self._lock = threading.Lock()
         self._memory: deque[bytes] = deque()
         self._full = False
         self.latest: int = 0
         """Time of the last record when the spool was opened, in milliseconds since 1970."""
         try:
+            if not lock_file(handle, path):
+                raise RaysimError(
+                    f"{folder}: another process is tracking a run here; wait for it or end it"
+                )
             super().__init__(folder)
             lines = self._whole_lines()
             self._total = len(lines)

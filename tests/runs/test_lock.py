@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import lock_descriptor
 
 from raysim.errors import ConfigError
 from raysim.system import lock
+from raysim.tracking.spool import Spool
 
 HOURS = 5 * 3600
 
@@ -86,3 +91,17 @@ def test_to_look_at_a_lock_does_not_keep_a_run_from_starting(tmp_path):
     threading.Timer(0.1, os.close, (handle,)).start()
     with lock.alone(tmp_path):
         pass
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def unknown(*arguments: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    for use in (lock.alone, Spool):
+        with (
+            pytest.raises(ConfigError, match=rf"^run_dir: the file system of {tmp_path} has no"),
+            contextlib.closing(Spool(tmp_path)) if use is Spool else use(tmp_path),
+        ):
+            pass
+    assert not (tmp_path / "lock").exists()
