@@ -17,6 +17,7 @@ from raysim.errors import ConfigError
 from raysim.runs.given_again import call_with, given_objects
 from raysim.runs.run_dir import TEMPORARY_PREFIX, is_closed
 from raysim.system import files
+from raysim.system.global_generators import one_thread
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -25,8 +26,9 @@ Returned = TypeVar("Returned")
 def trains(call: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
     """Decorate a function of the API that trains.
 
-    It is refused while raysim imports the file that calls it. If a signal stops it, it raises a
-    KeyboardInterrupt with one line on what is left, without the frames of what was interrupted.
+    It is refused while raysim imports the file that calls it. It waits for another thread that
+    trains, see `one_thread`. If a signal stops it, it raises a KeyboardInterrupt with one line on
+    what is left, without the frames of what was interrupted.
 
     Args:
         call: the function.
@@ -36,7 +38,7 @@ def trains(call: Callable[Parameters, Returned]) -> Callable[Parameters, Returne
     def wrapped(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
         _refuse_inside_import(call.__name__)
         try:
-            with noting_changes():
+            with one_thread(), noting_changes():
                 return call(*args, **kwargs)
         except KeyboardInterrupt as stop:
             if not stop.args:  # nothing had begun

@@ -1,11 +1,14 @@
 """The global random generators of torch, NumPy and Python.
 
 Only nets in training may draw from them. A run seeds them before each training pass of such a net.
+They belong to the process, so one thread at a time uses them.
 """
 
 from __future__ import annotations
 
+import logging
 import random
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +16,29 @@ from typing import Any
 
 import numpy as np
 import torch
+
+logger = logging.getLogger("raysim")
+
+_USED = threading.RLock()
+"""Held by the thread that uses the generators."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let one thread of this process at a time into the block; the others wait.
+
+    The thread inside may enter it again, such as in a function that a run calls.
+    """
+    if not _USED.acquire(blocking=False):
+        logger.warning(
+            "another thread of this process trains, and this one waits for it; to train at the "
+            "same time, use raysim.sweep, or a process for each run"
+        )
+        _USED.acquire()
+    try:
+        yield
+    finally:
+        _USED.release()
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class HiddenChanges:
                 f"{label}, its loss or the client rule draws from {libraries[0]}'s global "
                 "generator on some examples or in some rounds, so a run could not be repeated; let "
                 "forward draw in each training pass, or use keyed numbers in a rule "
-                "(docs/how-to/random_numbers.md)"
+                "(docs/how-to/random_numbers.md), and let no other thread draw meanwhile"
             )
         self.rounds += 1
         if self.rounds & (self.rounds - 1) and not is_last:
