@@ -126,7 +126,9 @@ def _execute_and_print(
         aside(f"stopped; {_what_is_left(plan, folder)}")
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from None
     console.tell(summary(done, saved.facts["round"] if saved else 0))
-    console.tell(f"run directory  {done.run_dir}")
+    here = Path.cwd()
+    shown = done.run_dir.relative_to(here) if done.run_dir.is_relative_to(here) else done.run_dir
+    console.tell(f"run directory  {shown}")
     console.tell(f"digest         {done.digest}")
     if done.run_id:
         hint = ui.hint(plan.config.tracking, done.run_id)

@@ -47,6 +47,8 @@ from raysim.runs.python_inputs import named_inputs
 from raysim.runs.run_dir import HISTORY_FILE, PARAMETERS_FILE
 from raysim.server.central_server import evaluated_params
 from raysim.system import files
+from raysim.system.global_generators import one_thread
+from raysim.tracking.charts import FIRST_METRICS
 from raysim.tracking.spool import Tail
 
 if TYPE_CHECKING:
@@ -82,6 +84,8 @@ class RunResult:
     """Why the run ended before its last round; empty if all rounds are done."""
 
     def __post_init__(self) -> None:
+        # A script may change its working directory.
+        self.run_dir = self.run_dir.absolute()
         # A net that was given as an object is there for `net` and `predict`.
         keep_with(self)
 
@@ -222,10 +226,6 @@ class RunResult:
         }
 
 
-FIRST_METRICS = ("accuracy", "loss", "train_loss")
-"""Metrics that come first in a result."""
-
-
 def best_values(names: Iterable[str]) -> dict[str, Callable[[Iterable[float]], float]]:
     """Return the function that selects the best value of each metric that has one.
 
@@ -346,7 +346,7 @@ def loaded_plan(folder: Path, trains: bool = False) -> Plan:
         ConfigError: an object that was given in Python is missing; says how to give it.
     """
     replaced = {} if trains else without_objects_for_training(folder)
-    with asking_for_objects(folder, loading_with, replaced):
+    with asking_for_objects(folder, loading_with, replaced), one_thread():
         return prepare(folder / "config.yaml", replaced)
 
 
@@ -375,6 +375,11 @@ def load(run: str | Path, *, tracking_uri: str | None = None, **objects: Any) ->
     tail = Tail(folder)
     run_id = tail.run_id or (tail.last("start") or {}).get("key", "")
     if (folder / PARAMETERS_FILE).exists():
+        if not (folder / HISTORY_FILE).exists():
+            raise ConfigError(
+                f"{folder}: {HISTORY_FILE} is missing, as after a kill at the end of a run; "
+                f"`raysim resume {shlex.quote(str(folder))}` writes it"
+            )
         named, x = _read_parameters(folder / PARAMETERS_FILE)
         history = read_history(folder / HISTORY_FILE)
         stopped = ""

@@ -31,11 +31,7 @@ from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.python_inputs import named_inputs
 from raysim.runs.result import RunResult
 from raysim.runs.run import execute
-from raysim.runs.run_dir import (
-    find_run_dir,
-    is_closed,
-    make_run_dir,
-)
+from raysim.runs.run_dir import find_run_dir, forget, is_closed, make_run_dir
 from raysim.runs.tracked_start import ForkOrigin
 from raysim.runs.training_calls import trains
 from raysim.server.central_server import Server
@@ -175,8 +171,7 @@ def reopen(
     if plan.config.tracking.required:
         check_database(plan.config.tracking.uri, folder)
     saved = _read_checkpoint(folder, before)
-    if saved is not None:
-        _refuse_finished(folder, plan, saved)
+    _refuse_finished(folder, plan, saved)
     return plan, folder, saved
 
 
@@ -197,9 +192,16 @@ def _plan_with(
     return plan
 
 
-def _refuse_finished(folder: Path, plan: Plan, saved: checkpoint.Checkpoint) -> None:
-    """Raise ConfigError if a run has no rounds left and was closed."""
+def _refuse_finished(folder: Path, plan: Plan, saved: checkpoint.Checkpoint | None) -> None:
+    """Raise ConfigError if a run was closed and has no rounds left, or nothing to resume from."""
     closed = is_closed(folder)
+    if saved is None:
+        if closed:
+            raise ConfigError(
+                f"{folder}: the run is finished and has no checkpoint to continue from; start a "
+                "new run in another folder, with checkpoints (checkpoint.every)"
+            )
+        return
     reason = StopRule(plan.config, saved.facts["history"]).reason
     if reason and closed:
         raise ConfigError(
@@ -282,9 +284,13 @@ def forked(
     origin = ForkOrigin(saved.facts["run_id"], changes_text or "nothing", is_tracked)
     fork_dir = make_run_dir(plan)
     saved.facts |= {"fingerprint": plan.config.fingerprint, "run_id": ""}
-    client_store.copy_rows(folder, fork_dir, plan.config.client_state.dir)
-    # The checkpoint comes first: a fork that is killed early can still be resumed as a fork.
-    checkpoint.write_checkpoint(fork_dir, saved, plan.config.checkpoint.keep)
+    try:
+        client_store.copy_rows(folder, fork_dir, plan.config.client_state.dir)
+        # The checkpoint comes first: a fork that is killed early can still be resumed as a fork.
+        checkpoint.write_checkpoint(fork_dir, saved, plan.config.checkpoint.keep)
+    except RaysimError:
+        forget(fork_dir)
+        raise
     return plan, fork_dir, saved, origin
 
 

@@ -20,7 +20,7 @@ from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine, Record
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import gradients
-from raysim.engine.state import checkpoint, client_store
+from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError, RaysimError, in_a_line, round_name
 from raysim.imports import uncollected
 from raysim.prepare.checks.machine import check_address
@@ -31,15 +31,17 @@ from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import RunResult, best_figures, parameters_digest, write_parameters
 from raysim.runs.run_dir import (
-    PARAMETERS_FILE,
+    RESULT_FILES,
     STORE_TO_KEEP,
     TEMPORARY_PREFIX,
     forget,
     make_run_dir,
     make_temporary_dir,
+    refuse_links,
     warn_if_deleted_with_job,
     without_secrets,
     write_config,
+    write_sources,
 )
 from raysim.runs.tracked_start import ForkOrigin, start_tracking
 from raysim.runs.training_calls import how_to_continue, trains
@@ -81,7 +83,7 @@ def run(
             the reason, the run ends gracefully after the rounds that are trained by then: the last
             parameters are evaluated, their result is returned, a checkpoint is written, and
             `resume` trains the rest. In MLflow the run has the status KILLED and the tag
-            `stopped_early`.
+            `stopped_early`. If it raises an error, so does the run, after that checkpoint.
         tracking: False for a run without MLflow, such as that of a test: nothing is imported from
             it or sent to it, and no pictures are drawn. Its folder is `run_dir`, or a temporary one
             that is removed when Python exits. For many runs of a large net set
@@ -145,10 +147,17 @@ def execute(
             leaves no files.
         RaysimError: anything else that stopped the run.
     """
-    began, is_new = time.perf_counter(), run_dir is None
+    began, is_new = time.perf_counter(), run_dir is None or origin is not None
     run_dir = run_dir or make_run_dir(plan)
+    run: _OpenRun | None = None
     with gradients(), ExitStack() as closing:
-        closing.enter_context(_own_folder(plan, run_dir, is_new))
+        # A new run can be resumed when a dead store is back; a fork is forked again.
+        refusals = ConfigError if origin is None else RaysimError
+        closing.enter_context(
+            _own_folder(
+                plan, run_dir, lambda: is_new and (run is None or run.engine is None), refusals
+            )
+        )
         # A tracked run has a spool before its first checkpoint.
         tracks = origin.tracks if origin else not saved or (run_dir / SPOOL_FILE).exists()
         tracker = tracker or (None if tracks else Untracked())
@@ -163,14 +172,23 @@ def execute(
             # The start of Ray has replaced the handlers.
             signals.install()
             engine = run.start(executor, saved, signals)
+            if not is_new:
+                # Only now: a resume that is refused leaves the run as it was.
+                for name in RESULT_FILES:
+                    files.remove(run_dir / name)
+                write_config(plan, run_dir)
             run.log_forked(engine, progress)
             startup_stages.begin(_first_stage(plan, saved))
             with signals.held():
                 for record in engine.rounds():
                     run.log(engine, record, progress)
+                if run.progress_error is not None:
+                    raise run.progress_error
                 result = run.result(engine, time.perf_counter() - began)
     if run.tracker.failure:
         raise RaysimError(run.tracker.failure)
+    # A store that did not answer at the start may have received the run only now.
+    result.run_id = run.tracker.run_id
     return result
 
 
@@ -184,8 +202,10 @@ def _first_stage(plan: Plan, saved: checkpoint.Checkpoint | None) -> str:
 
 
 @contextmanager
-def _own_folder(plan: Plan, run_dir: Path, is_new: bool) -> Iterator[None]:
-    """Lock the folder of a run and write its configuration; forget a new run that is refused.
+def _own_folder(
+    plan: Plan, run_dir: Path, not_begun: Callable[[], bool], refusals: type[RaysimError]
+) -> Iterator[None]:
+    """Lock the folder of a run and write its sources; forget a new run that is refused.
 
     The error of a run that fails later gets a note on how to continue it, and so does its end by a
     signal.
@@ -193,24 +213,23 @@ def _own_folder(plan: Plan, run_dir: Path, is_new: bool) -> Iterator[None]:
     try:
         with lock.alone(run_dir):
             output.keep_rest_in(run_dir)
-            if is_new:
+            if not_begun():
                 warn_if_deleted_with_job(run_dir, "run_dir to a folder on a shared disk")
-            files.refuse_links(
-                run_dir, [client_store.ROWS_FOLDER] if plan.config.client_state.dir else []
-            )
-            files.remove(run_dir / PARAMETERS_FILE)
-            write_config(plan, run_dir)
+            refuse_links(plan.config, run_dir)
+            if not (run_dir / "config.yaml").exists():
+                write_config(plan, run_dir)
+            write_sources(plan, run_dir)
             try:
                 yield
-            except ConfigError:
-                if is_new:
-                    forget(run_dir)
-                raise
             except KeyboardInterrupt as stop:
                 stop.args = (f"stopped; {how_to_continue(run_dir, in_python=True)}",)
                 raise
             except Exception as error:
-                if not run_dir.name.startswith(TEMPORARY_PREFIX):
+                if isinstance(error, refusals) and not_begun():
+                    forget(run_dir)
+                is_left = (run_dir / "config.yaml").exists()
+                is_kept = is_left and not run_dir.name.startswith(TEMPORARY_PREFIX)
+                if is_kept and not isinstance(error, ConfigError):
                     error.add_note(how_to_continue(run_dir))
                 raise
     finally:
@@ -314,6 +333,7 @@ class _OpenRun:
         self.executor: Executor | None = None
         self.engine: Engine | None = None
         self.followed: FollowedRun | None = None
+        self.progress_error: Exception | None = None
 
     def start(
         self, executor: Executor, saved: checkpoint.Checkpoint | None, signals: Signals
@@ -329,19 +349,37 @@ class _OpenRun:
         return engine
 
     def log(self, engine: Engine, record: Record, progress: ProgressCallback) -> None:
-        """Log a round's record and call `progress`, which may end the run."""
-        metrics = {k: v for k, v in record.items() if k != "round"}
-        self.tracker.metrics(metrics, step=int(record["round"]))
-        if reason := progress(record):
+        """Log a round's record and call `progress`, which may end the run.
+
+        If `progress` fails, the run ends as if it had said so, which saves what is done.
+        """
+        self._track(record)
+        if self.progress_error is not None:
+            return
+        try:
+            reason = progress({**record})
+        except Exception as error:
+            self.progress_error = error
+            reason = f"progress failed: {in_a_line(error)}"
+        if reason:
             if not isinstance(reason, str):
                 reason = f"round {record['round']:g}: progress returned True"
             engine.end_early(reason)
 
     def log_forked(self, engine: Engine, progress: ProgressCallback) -> None:
-        """Log the rounds before a fork: its history begins with that of the forked run."""
+        """Log the rounds before a fork, which `progress` sees but cannot end.
+
+        The history of a fork begins with that of the forked run.
+        """
         if self.origin is not None:
             for record in engine.history:
-                self.log(engine, record, progress)
+                self._track(record)
+                progress({**record})
+
+    def _track(self, record: Record) -> None:
+        """Send a round's record to the tracker."""
+        metrics = {k: v for k, v in record.items() if k != "round"}
+        self.tracker.metrics(metrics, step=int(record["round"]))
 
     def result(self, engine: Engine, seconds: float) -> RunResult:
         """Return the run's result; write the parameters if all rounds are completed."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from raysim.config.schema import Config
@@ -15,12 +16,14 @@ from raysim.config.sections.base import with_value
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
 from raysim.engine.plan import Plan
 from raysim.engine.state import checkpoint
+from raysim.engine.state.client_store import ROWS_FOLDER
 from raysim.errors import ConfigError
 from raysim.models.initial.weights import PARAMETERS_FILE, is_run_id
 from raysim.runs.provenance import REQUIREMENTS_FILE, installed_packages
 from raysim.system import files, lock
 from raysim.system.output import REST_FILE
 from raysim.tracking import spool
+from raysim.tracking.followers import WandB
 from raysim.tracking.mlflow_process.run_client import folder_of_tracked_run
 
 logger = logging.getLogger("raysim")
@@ -36,6 +39,23 @@ TEMPORARY_PREFIX = "raysim-untracked-"
 
 HISTORY_FILE = "history.csv"
 """Table of the metrics, one row per round."""
+
+CLIENTS_FILE = "clients.parquet"
+"""Table of the clients that were evaluated, a row for each client and evaluation."""
+
+RESULT_FILES = (PARAMETERS_FILE, HISTORY_FILE, CLIENTS_FILE)
+"""Files of a result. A resumed run begins without them, so all are always of the same rounds."""
+
+ARTIFACT_FILES = (
+    "config.yaml",
+    *RESULT_FILES,
+    "learning_curve.png",
+    "partition.png",
+    "arrivals.png",
+    "forgetting.png",
+    "clients.png",
+)
+"""Files of the run's folder that are uploaded to MLflow."""
 
 SOURCES_FOLDER = "source"
 """Folder of the user's code, in the run's folder and among its artifacts.
@@ -142,19 +162,14 @@ def make_run_dir(plan: Plan) -> Path:
                 raise ConfigError(
                     f"run_dir: {other} is at work on a run in {path}; choose another folder"
                 )
-            finished = is_closed(path)
-            state = "finished" if finished else "stopped"
-            more = " rounds=N" if finished else ""
-            raise ConfigError(
-                f"run_dir: {path} already holds a {state} run; `raysim resume {path}{more}` "
-                "continues it, or choose another folder"
-            )
-        if files.of_rounds(checkpoint.checkpoints_folder(path)):
-            raise ConfigError(
-                f"run_dir: {path} has checkpoints of another run, whose config.yaml is missing, "
-                "and `raysim resume` would take them; remove its folder checkpoints, or choose "
-                "another folder"
-            )
+            raise ConfigError(f"run_dir: {path} {_what_it_holds(path)}, or choose another folder")
+        home = checkpoint.checkpoints_folder(path).name
+        for name in (*ARTIFACT_FILES, REQUIREMENTS_FILE, SOURCES_FOLDER, home, ROWS_FOLDER):
+            if os.path.lexists(path / name):
+                raise ConfigError(
+                    f"run_dir: {path / name} is of no run whose config.yaml is there, and a run "
+                    "would replace it; move it away, or choose another folder"
+                )
         _make(path, exist_ok=True)
         return path
     stem = _stem(plan)
@@ -163,6 +178,15 @@ def make_run_dir(plan: Plan) -> Path:
             _make(path)
             return path
     raise ConfigError(f"run_dir: {stem} and its numbered followers are all taken; give run_dir")
+
+
+def _what_it_holds(path: Path) -> str:
+    """Return which run a folder already holds, and what to do with it."""
+    if not is_closed(path):
+        return f"already holds a stopped run; `raysim resume {path}` continues it"
+    if not checkpoint.available_checkpoints(path):
+        return "already holds a finished run, without a checkpoint to continue from; remove it"
+    return f"already holds a finished run; `raysim resume {path} rounds=N` continues it"
 
 
 def make_temporary_dir() -> Path:
@@ -196,26 +220,46 @@ def _make(path: Path, exist_ok: bool = False) -> None:
 
 
 def write_config(plan: Plan, run_dir: Path) -> None:
-    """Write the configuration, the user's code and the list of installed packages.
+    """Write the configuration.
 
     Args:
         plan: the run's plan; passwords are not written.
         run_dir: the run's folder.
 
     Raises:
+        ConfigError: the file cannot be written.
+    """
+    with _writing(run_dir / "config.yaml") as path:
+        files.write_file(path, without_secrets(plan.config).dump())
+
+
+def write_sources(plan: Plan, run_dir: Path) -> None:
+    """Write the user's code and the list of installed packages.
+
+    Args:
+        plan: the run's plan.
+        run_dir: the run's folder.
+
+    Raises:
         ConfigError: a file cannot be written.
     """
-    path = run_dir / "config.yaml"
-    try:
-        files.write_file(path, without_secrets(plan.config).dump())
-        files.write_file(run_dir / REQUIREMENTS_FILE, installed_packages())
-        for path, text in _sources(plan, run_dir / SOURCES_FOLDER):
+    with _writing(run_dir / REQUIREMENTS_FILE) as path:
+        files.write_file(path, installed_packages())
+    with _writing(run_dir / SOURCES_FOLDER) as folder:
+        for path, text in _sources(plan, folder):
             path.parent.mkdir(parents=True, exist_ok=True)
             with files.whole(path) as partial:
                 partial.write_bytes(text)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[Path]:
+    """Yield a file or folder of a run; raise ConfigError if the block cannot write it."""
+    try:
+        yield path
     except OSError as error:
         raise ConfigError(
-            f"run_dir: {path} cannot be written: {error.strerror} ({files.free_space(run_dir)}); "
+            f"run_dir: {path} cannot be written: {error.strerror} ({files.free_space(path)}); "
             "choose another folder"
         ) from None
 
@@ -230,6 +274,20 @@ def _sources(plan: Plan, folder: Path) -> Iterator[tuple[Path, bytes]]:
                 yield folder / section / file.replace("..", "above"), text
 
 
+def refuse_links(config: Config, run_dir: Path) -> None:
+    """Reject symbolic links in a run's folder, except those that the run or W&B makes.
+
+    Args:
+        config: the configuration of the run.
+        run_dir: the folder of the run.
+
+    Raises:
+        ConfigError: there is another symbolic link.
+    """
+    rows = [ROWS_FOLDER] if config.client_state.dir else []
+    files.refuse_links(run_dir, [WandB.name, *rows])
+
+
 def without_secrets(config: Config) -> Config:
     """Return a configuration whose tracking URI is absolute and has no password, for files.
 
@@ -241,7 +299,7 @@ def without_secrets(config: Config) -> Config:
 
 
 def forget(run_dir: Path) -> None:
-    """Remove the files of a run that was refused before anything was recorded.
+    """Remove the files of a new run or fork that was refused before anything was recorded.
 
     Args:
         run_dir: the folder of the run.
@@ -250,4 +308,8 @@ def forget(run_dir: Path) -> None:
     if not records.exists() or not records.stat().st_size:
         for name in (spool.SPOOL_FILE, "config.yaml", REQUIREMENTS_FILE, REST_FILE):
             (run_dir / name).unlink(missing_ok=True)
-        shutil.rmtree(run_dir / SOURCES_FOLDER, ignore_errors=True)
+        rows = run_dir / ROWS_FOLDER
+        for folder in (run_dir / SOURCES_FOLDER, checkpoint.checkpoints_folder(run_dir), rows):
+            shutil.rmtree(folder.resolve(), ignore_errors=True)
+        if rows.is_symlink():  # to a folder of this run in `client_state.dir`
+            rows.unlink()

@@ -11,11 +11,15 @@ from raysim.data import dataset_summary, partition_digest
 from raysim.engine.plan import Plan
 from raysim.engine.state import checkpoint
 from raysim.runs import git
-from raysim.runs.artifacts.description import NOTE, describe
+from raysim.runs.artifacts.description import describe
 from raysim.runs.provenance import REQUIREMENTS_FILE, command_tag, versions
 from raysim.runs.run_dir import SOURCES_FOLDER, without_secrets
 from raysim.system.cpu_kind import cpu_kind
+from raysim.tracking.followers import NOTE_TAG
 from raysim.tracking.recorder import FORK_CHANGES, FORK_ROUND, RESUMED_ROUNDS, Recorder
+
+TAGS_OF_THE_END = ("digest", "early_stop", "error", "error_at_end", "stopped_early")
+"""Tags that a run gets when it ends, of which some say why."""
 
 
 @dataclass
@@ -53,10 +57,10 @@ def start_tracking(
     before = (saved.facts["run_id"] if saved else "") or tracker.earlier
     if before:
         # The tags of the former end no longer apply.
-        about |= {"error": "", "stopped_early": "", **command_tag("resumed.command")}
-        about |= {RESUMED_ROUNDS: str(plan.config.rounds)}
+        about |= dict.fromkeys(TAGS_OF_THE_END, "")
+        about |= {RESUMED_ROUNDS: str(plan.config.rounds), **command_tag("resumed.command")}
     else:
-        about |= {NOTE: describe(plan, run_dir), **command_tag()}
+        about |= {NOTE_TAG: describe(plan, run_dir), **command_tag()}
     params = without_secrets(plan.config).model_dump(mode="json")
     run_id = tracker.start(plan.label, params, about, run_id=before)
     _track_inputs(tracker, plan)

@@ -18,7 +18,6 @@ from filelock import FileLock, Timeout
 
 from raysim.config.tracking_uri import absolute_uri, database_of, restored_uri
 from raysim.errors import ConfigError, RaysimError
-from raysim.runs.artifacts.description import NOTE
 from raysim.runs.provenance import command_tag
 from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import best_values
@@ -34,6 +33,7 @@ from raysim.sweeps.trials.code import pickled_code
 from raysim.sweeps.trials.trial import labels_of
 from raysim.system import files, output, processes, startup_stages
 from raysim.system.signals import stoppable
+from raysim.tracking.followers import NOTE_TAG
 from raysim.tracking.mlflow_process import connection
 from raysim.tracking.recorder import Recorder
 from raysim.tracking.spool_sender import Writer
@@ -185,7 +185,7 @@ def _start_parent(parent: Tracker, sweep: Sweep) -> None:
         "trials": str(len(sweep.trials)),
         "sweep_dir": str(sweep.folder),
         **command_tag(),
-        NOTE: summary.description(sweep),
+        NOTE_TAG: summary.description(sweep),
     }
     parameters = {**sweep.common, "sweep": {**varied, **settings}}
     parent.start(sweep.name, parameters, tags, run_id=parent.earlier)
@@ -223,7 +223,7 @@ def _log_summary(parent: Tracker, outcome: SweepResult) -> None:
     outcome.table = summary.write_summary(outcome)
     for path in summary.summary_files(sweep.folder):
         parent.artifact(path)
-    parent.tags({**outcome.counts, NOTE: summary.description(sweep, outcome.table)})
+    parent.tags({**outcome.counts, NOTE_TAG: summary.description(sweep, outcome.table)})
 
 
 class _Tally:

@@ -174,15 +174,17 @@ def refuse_links(folder: Path, allowed: Iterable[str] = ()) -> None:
 
     Args:
         folder: the run's folder; its subfolders are searched too.
-        allowed: names at the top of the folder that may be links.
+        allowed: names at the top of the folder that may be links, and that may contain some.
 
     Raises:
         ConfigError: there is a symbolic link.
     """
     for place, folders, names in os.walk(folder):
+        if Path(place) == folder:
+            folders[:] = [name for name in folders if name not in allowed]
         for name in (*folders, *names):
             path = Path(place, name)
-            if path.is_symlink() and not (Path(place) == folder and name in allowed):
+            if path.is_symlink():
                 raise _refusal(path)
 
 

@@ -19,7 +19,7 @@ VIEW_TAG = f"mlflow.sharedViewState.{VIEW_KEY}"
 """Tag of the experiment that holds the view."""
 
 FIRST_METRICS = ("accuracy", "loss", "train_loss")
-"""Metrics whose charts come first. MLflow hides a chart whose metric no run has."""
+"""Metrics that come first, in results and charts. MLflow hides a chart whose metric no run has."""
 
 ORDER = {"orderByKey": "metrics.`accuracy`", "orderByAsc": False}
 """Order of the runs: the largest accuracy first, and a sweep's own run, which has none, last."""

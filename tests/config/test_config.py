@@ -1091,11 +1091,14 @@ def test_a_run_dir_that_is_taken(small, tmp_path):
     said = f"run_dir: {taken} already holds a stopped run; `raysim resume {taken}`"
     with pytest.raises(ConfigError, match=re.escape(said)):
         make_run_dir(plan)
-    # A fork that was killed at its start, or a removed configuration.
     (taken / "config.yaml").unlink()
-    (taken / "checkpoints" / "round-000004").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"checkpoints of another run, whose config\.yaml is"):
-        make_run_dir(plan)
+    # Of a fork that was killed at its start, or of the user's own project.
+    for name in ("checkpoints", "source", "requirements.txt", "parameters.safetensors"):
+        (taken / name).mkdir()
+        with pytest.raises(ConfigError, match=rf"^run_dir: {taken / name} is of no run .* move it"):
+            make_run_dir(plan)
+        (taken / name).rmdir()
+    assert make_run_dir(plan) == taken
 
 
 def test_run_dirs_without_a_name_are_numbered(small, files):

@@ -19,7 +19,9 @@ import sys
 import textwrap
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ from raysim.runs.result import RunResult
 from raysim.runs.resume import reopen, resume
 from raysim.server.first_broadcast import first_broadcast, shapes_of_first_broadcast
 from raysim.tracking import mlflow_client
+from raysim.tracking.spool import Tail
 
 discover()
 
@@ -560,6 +563,117 @@ def test_a_finished_run_goes_on_to_more_rounds(config, tmp_path):
     assert done.digest == whole.digest != first.digest and done.run_id == first.run_id
 
 
+def test_a_resume_that_is_refused_leaves_a_finished_run_as_it_was(config, tmp_path):
+    """Neither a store that is not there nor rounds without a checkpoint cost its result."""
+    config["checkpoint"] = {"every": 4}
+    done = raysim.run(config)
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    with pytest.raises(RaysimError, match=r"tracking\.uri: .*127\.0\.0\.1:9 cannot be used"):
+        resume(tmp_path / "run", {"rounds": 6, "tracking.uri": "http://127.0.0.1:9"})
+    assert raysim.load(tmp_path / "run").digest == done.digest
+    assert (tmp_path / "run" / "config.yaml").read_text() == text
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(ConfigError, match=r"is finished and has no checkpoint to continue from"):
+        resume(tmp_path / "run", {"rounds": 6})
+    with pytest.raises(ConfigError, match=r"a finished run, without a checkpoint to continue from"):
+        raysim.run(config)
+    assert raysim.load(tmp_path / "run").digest == done.digest
+
+
+def test_a_run_that_is_killed_at_its_second_end_has_no_table_of_its_first(
+    config, tmp_path, monkeypatch
+):
+    config["checkpoint"] = {"every": 2}
+    raysim.run(config, rounds=2)
+
+    def killed(*arguments: Any, **keys: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment, "write_artifacts", killed)
+        with pytest.raises(KeyboardInterrupt):
+            resume(tmp_path / "run", {"rounds": 4})
+    with pytest.raises(ConfigError, match=r"history\.csv is missing"):
+        raysim.load(tmp_path / "run")
+    assert [record["round"] for record in resume(tmp_path / "run").history] == [0, 1, 2, 3, 4]
+
+
+def test_a_resumed_run_has_no_tags_of_its_former_end(config, tmp_path):
+    config["checkpoint"] = {"every": 2}
+    raysim.run(config, rounds=2)
+    done = resume(tmp_path / "run", {"rounds": 9}, progress=lambda record: record["round"] > 2)
+    tags = Tail(tmp_path / "run").tags()
+    assert tags["stopped_early"] == done.stopped and tags["digest"] == tags["error_at_end"] == ""
+
+
+def test_a_fork_is_not_ended_by_rounds_before_it_and_a_refused_one_leaves_nothing(config, tmp_path):
+    config["checkpoint"] = {"every": 2}
+    raysim.run(config, rounds=2)
+    changes = {"rounds": 4, "run_dir": str(tmp_path / "fork")}
+    with pytest.raises(RaysimError, match=r"tracking\.uri: .* cannot be used"):
+        raysim.fork(tmp_path / "run", {**changes, "tracking.uri": "http://127.0.0.1:9"})
+    assert not (tmp_path / "fork").exists()
+    done = raysim.fork(tmp_path / "run", changes, progress=lambda record: record["round"] < 3)
+    assert not done.stopped and done.rounds == 4
+
+
+def test_a_run_has_the_id_of_a_store_that_was_away_at_its_start(config, tmp_path):
+    blocked = tmp_path / "folder"
+    blocked.write_text("")
+    uri = f"sqlite:///{blocked}/mlflow.db"
+    tracking = {"uri": uri, "experiment": "late", "required": False}
+    done = raysim.run(
+        config, rounds=1, tracking=tracking, progress=lambda record: blocked.unlink(missing_ok=True)
+    )
+    assert mlflow(uri).get_run(done.run_id).info.status == "FINISHED"
+    assert raysim.load(done.run_dir).run_id == done.run_id
+
+
+def test_a_run_that_wandb_follows_is_resumed(config, tmp_path):
+    config["checkpoint"] = {"every": 2}
+    raysim.run(config, rounds=2)
+    logs = tmp_path / "run" / "wandb" / "offline-run"
+    logs.mkdir(parents=True)
+    logs.with_name("latest-run").symlink_to(logs.name)
+    (logs / "debug.log").symlink_to("debug-internal.log")
+    assert resume(tmp_path / "run", {"rounds": 4}).rounds == 4
+    (tmp_path / "run" / "clients").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=r"run/clients: is a symbolic link"):
+        resume(tmp_path / "run", {"rounds": 5})
+
+
+def test_runs_in_threads_are_those_of_one_after_the_other(config, caplog):
+    del config["run_dir"]
+    call = partial(raysim.run, config, rounds=2, tracking=False)
+    expected = [call(seed=seed).digest for seed in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(call, seed=seed) for seed in range(3)]
+    assert [run.result().digest for run in runs] == expected
+    assert "another thread of this process trains" in caplog.text
+    nested = call(progress=lambda record: call(seed=1).digest != expected[1])
+    assert nested.digest == expected[0] and not nested.stopped
+
+
+def test_what_progress_does_costs_no_round(config, tmp_path):
+    """Neither a change of the record, nor an error, after which it is not called again."""
+    config["checkpoint"] = {"every": 50}
+    told: list[float] = []
+
+    def progress(record: dict[str, float]) -> None:
+        told.append(record["round"])
+        record["note"] = "mine"  # pyright: ignore[reportArgumentType]
+        if record["round"] == 1:
+            raise ValueError("no plot")
+
+    with pytest.raises(ValueError, match="no plot") as failed:
+        raysim.run(config, progress=progress)
+    assert told == [0, 1] and "continues after round" in failed.value.__notes__[0]
+    _, _, saved = reopen(tmp_path / "run")
+    assert saved is not None and 1 <= saved.facts["round"] < 4
+    whole = raysim.run(config, run_dir=str(tmp_path / "whole"))
+    assert resume(tmp_path / "run").digest == whole.digest
+
+
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory: pytest.TempPathFactory, uri: str) -> Path:
     """A run of six rounds that was stopped in the fifth; checkpoints of 2 and 4."""
@@ -953,7 +1067,7 @@ def test_a_timeout_at_the_start(local_ray, config, monkeypatch):
 
 def test_a_run_is_resumed_in_its_database_from_any_working_directory(config, here, monkeypatch):
     config["tracking"]["uri"] = "sqlite:///mlflow.db"
-    stopped = raysim.run(config, rounds=2)
+    stopped = raysim.run(config, rounds=2, checkpoint={"every": 2}, run_dir="run")
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
     with pytest.raises(ConfigError, match=r"tracking\.uri: there is no .*/elsewhere/other\.db"):

@@ -212,7 +212,7 @@ def test_a_run_that_its_stop_ended_stands_for_itself_and_is_computed_again(here)
 
 
 def test_a_resumed_trial_counts_up_to_the_round_of_its_result(here):
-    planned = swept(rounds=2, sweep={"seed": "0..1"})
+    planned = swept(rounds=2, sweep={"seed": "0..1"}, checkpoint={"every": 2})
     train(planned, "rows.jsonl")
     raysim.resume(planned.trials[0].folder, {"rounds": 4})
     book = SweepLedger("later.jsonl", planned, fail)

@@ -14,9 +14,6 @@ from pydantic import BaseModel
 from raysim.engine.plan import Plan
 from raysim.runs.provenance import command_line
 
-NOTE = "mlflow.note.content"
-"""Tag that MLflow shows as the description."""
-
 
 def describe(plan: Plan, run_dir: Path) -> str:
     """Return the description of a run.

@@ -14,24 +14,8 @@ from raysim.engine.loop import Record
 from raysim.engine.plan import Plan
 from raysim.rules.contract import overridden
 from raysim.runs.result import write_history
-from raysim.runs.run_dir import HISTORY_FILE, PARAMETERS_FILE
+from raysim.runs.run_dir import ARTIFACT_FILES, CLIENTS_FILE, HISTORY_FILE
 from raysim.system import files
-
-CLIENTS_FILE = "clients.parquet"
-"""Table of the clients that were evaluated, a row for each client and evaluation."""
-
-ARTIFACT_FILES = (
-    "config.yaml",
-    PARAMETERS_FILE,
-    HISTORY_FILE,
-    "learning_curve.png",
-    "partition.png",
-    "arrivals.png",
-    "forgetting.png",
-    CLIENTS_FILE,
-    "clients.png",
-)
-"""Files of the run's folder that are uploaded to MLflow."""
 
 MAX_CLOCK_ROUNDS_SHOWN = 60
 """Largest number of rounds of the virtual clock that are drawn."""

@@ -17,10 +17,11 @@ from pathlib import Path
 from raysim.config.tracking_uri import mask_secrets
 from raysim.engine.loop import Record
 from raysim.engine.plan import Plan
-from raysim.engine.state import checkpoint, client_store
+from raysim.engine.state import checkpoint
 from raysim.errors import RaysimError
 from raysim.prepare import resolve
 from raysim.runs import run as experiment
+from raysim.runs.run_dir import refuse_links
 from raysim.sweeps.definition import Trial
 from raysim.sweeps.early_stopping import EarlyStopping, RungTracker
 from raysim.sweeps.preparation import load_once
@@ -60,9 +61,7 @@ def train_trial(
         trial succeeded.
     """
     files.make_private(trial.folder)
-    files.refuse_links(
-        trial.folder, [client_store.ROWS_FOLDER] if trial.config.client_state.dir else []
-    )
+    refuse_links(trial.config, trial.folder)
     set_aside_error(trial)
     labels = labels_of(trial)
     if trial.failures:
