@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import asdict, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 from yaml.constructor import ConstructorError
 
 from raysim.errors import shortened
@@ -31,8 +33,10 @@ OCTAL = re.compile(r"[-+]?0[0-7_]+$")
 
 if TYPE_CHECKING:
     _SafeLoader = yaml.SafeLoader
+    _SafeDumper = yaml.SafeDumper
 else:
     _SafeLoader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    _SafeDumper = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
 
 
 class _Loader(_SafeLoader):
@@ -82,12 +86,19 @@ _Loader.yaml_implicit_resolvers = {
     first: [entry for entry in entries if not entry[0].endswith(":timestamp")]
     for first, entries in _SafeLoader.yaml_implicit_resolvers.items()
 }
-# 1e-3 is a number, as it is in Python.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+
+
+class _Dumper(_SafeDumper):
+    """Writer of plain values, which `_Loader` reads back."""
+
+
+# 1e-3 is a number, as it is in Python; the text has quotes.
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+        list("-+.0123456789"),
+    )
 
 
 def load_yaml(text: str) -> Any:
@@ -124,6 +135,56 @@ def read_yaml(path: Path) -> Any:
 
 # A sweep reads its file anew for each of its trials.
 _document = lru_cache(maxsize=4)(load_yaml)
+
+
+def plain(value: Any) -> Any:
+    """Return a value as YAML holds it: numbers, texts, lists, and mappings with such keys.
+
+    Tuples and sets become lists, dataclasses mappings, and paths texts.
+
+    Args:
+        value: a value of a configuration.
+
+    Raises:
+        ValueError: YAML cannot hold the value.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, set | frozenset):
+        # A set of texts has another order in each process; short ones first leaves 9 before 10.
+        value = sorted(map(plain, value), key=lambda part: (len(repr(part)), repr(part)))
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str | int | float | None):
+                raise ValueError(f"the key {key!r} of a mapping is neither a word nor a number")
+        return {plain(key): plain(part) for key, part in value.items()}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    try:
+        return to_jsonable_python(value)
+    except PydanticSerializationError:
+        raise ValueError(f"a {type(value).__name__} is no value of a configuration") from None
+
+
+def are_same(first: Any, second: Any) -> bool:
+    """Return whether two values are equal; so are two that are not a number.
+
+    Args:
+        first: a value that was written.
+        second: the value that was read.
+    """
+    return first == second or repr(first) == repr(second)
+
+
+def dump_yaml(value: Any) -> str:
+    """Return the YAML text from which `load_yaml` reads a value.
+
+    Args:
+        value: a value as `plain` returns it.
+    """
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
 def check_value(value: Any) -> None:

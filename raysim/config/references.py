@@ -276,17 +276,54 @@ def module_files(module: str) -> dict[str, bytes]:
         Texts by path; {} if the module has no source file, or is one of torch or raysim, whose
         versions identify them.
     """
+    home, modules = _module_sources(module)
+    return _texts(module, modules, home) if modules else {}
+
+
+def refuse_edited_module(module: str, key: str) -> None:
+    """Refuse a module whose file was edited after this process had imported it.
+
+    Its old code would run, and the new text would be recorded.
+
+    Args:
+        module: name of a module that can be imported.
+        key: key of the configuration that names it, for errors.
+
+    Raises:
+        ConfigError: the file of the module, or of one that it imports from its package, is not the
+            one of the first call.
+    """
+    for name, source in _module_sources(module)[1].items():
+        # Reloading a module gives it another spec.
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if spec is None:
+            continue
+        imported, text = _FIRST_TEXTS.get(name, (None, b""))
+        if imported is not spec:
+            _FIRST_TEXTS[name] = spec, source.text
+        elif text != source.text:
+            raise ConfigError(
+                f"{key}: '{name}' was edited after this process had imported it; restart Python, "
+                "or call importlib.reload of it"
+            )
+
+
+_FIRST_TEXTS: dict[str, tuple[ModuleSpec, bytes]] = {}
+"""For each imported module of users its spec, and the text that its file had in the first run."""
+
+
+def _module_sources(module: str) -> tuple[Path, dict[str, ModuleSource]]:
+    """Return a module and those that it imports from its package, and the folder that holds it."""
     if module.partition(".")[0] in ("torch", "raysim"):
-        return {}
+        return Path(), {}
     origin = getattr(importlib.import_module(module), "__file__", None)
     if origin is None or not origin.endswith(".py") or not os.path.isfile(origin):
-        return {}
+        return Path(), {}
     path, top = Path(origin), module.partition(".")[0]
     depth = module.count(".") + (path.name == "__init__.py")
     home = path.parents[depth]
     local = (lambda folder, name: name == top) if distribution_of(module) else _is_local
-    _, modules = _collect_modules(path, module, {home: local})
-    return _texts(module, modules, home)
+    return home, _collect_modules(path, module, {home: local})[1]
 
 
 def _texts(main: str, modules: Mapping[str, ModuleSource], home: str | Path) -> dict[str, bytes]:

@@ -12,10 +12,10 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, Field
 
 from raysim.config.identity import Identity, identity_of, is_part
+from raysim.config.limited_yaml import dump_yaml, plain
 from raysim.config.sections.base import Named, Section, ShortForm, default_name, named, not_empty
 from raysim.config.sections.data import IID, AnyData, Partition
 from raysim.config.sections.evaluation import (
@@ -284,7 +284,10 @@ class Config(Section):
         """
         return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
 
+    def plain(self) -> dict[str, Any]:
+        """Return the configuration as plain mappings, which read back to it."""
+        return plain(self.model_dump())
+
     def dump(self) -> str:
         """Return YAML that reads back to this configuration."""
-        dumper = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
-        return yaml.dump(self.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
+        return dump_yaml(self.plain())

@@ -17,6 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from raysim.config import entry_points
 from raysim.config.explain import annotation_types, explain_validation_error, misplaced_switch
+from raysim.config.limited_yaml import are_same, plain
 from raysim.config.references import load_file, load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import AS_NAMES, Named
@@ -216,7 +217,8 @@ def net_arguments(model: Named) -> dict[str, Any]:
         model: the section `model` of the configuration.
 
     Returns:
-        The keyword arguments of the net. A default that is not a plain value is left out.
+        The keyword arguments of the net. A default that is not a plain value is left out, and one
+        that its annotation would not read back.
 
     Raises:
         ConfigError: the net is unknown or cannot be loaded, or a key is unknown or has the wrong
@@ -228,11 +230,11 @@ def net_arguments(model: Named) -> dict[str, Any]:
     accepts_any_key = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     arguments: dict[str, Any] = {}
     for key, parameter in known.items():
-        if isinstance(parameter.default, bool | int | float | str | tuple | list):
+        if _is_written(key, parameter):
             arguments[key] = parameter.default
     for key, value in model.parameters.items():
         if key in known:
-            arguments[key] = _checked(key, value, known[key].annotation)
+            arguments[key] = _checked(key, value, known[key].annotation, known[key].default)
         elif key in COMMON_KEYS:
             arguments[key] = _checked(key, value, COMMON_KEYS[key][0])
         elif accepts_any_key:
@@ -262,10 +264,26 @@ def _refuse_missing_arguments(
         )
 
 
-def _checked(key: str, value: Any, annotation: Any) -> Any:
-    """Return the value of a net's parameter after validation by its annotation, if it has one."""
+def _is_written(key: str, parameter: inspect.Parameter) -> bool:
+    """Return whether config.yaml has a default, since it is read back from there as it is."""
+    default, annotation = parameter.default, parameter.annotation
+    if not isinstance(default, bool | int | float | str | tuple | list):
+        return False
+    if annotation is type(default) and not isinstance(default, tuple | list):
+        return True
+    try:
+        return are_same(default, _checked(key, plain(default), annotation, default))
+    except (ConfigError, ValueError):
+        return False
+
+
+def _checked(key: str, value: Any, annotation: Any, default: Any = None) -> Any:
+    """Return the value of a net's parameter after validation by its annotation.
+
+    Without one a list is a tuple if the default is: config.yaml has the default as a list.
+    """
     if annotation is inspect.Parameter.empty:
-        return value
+        return tuple(value) if isinstance(value, list) and isinstance(default, tuple) else value
     if switch := misplaced_switch(value, annotation_types(annotation)):
         raise ConfigError(f"model.{key}: {switch} is neither a number nor a word")
     try:

@@ -17,6 +17,7 @@ from typing import Any
 
 from raysim import data
 from raysim.config import loading
+from raysim.config.limited_yaml import dump_yaml, load_yaml, plain
 from raysim.config.schema import Config
 from raysim.config.sections.data import AnyData
 from raysim.config.tracking_uri import redacted_uri
@@ -231,10 +232,10 @@ def load_once(wanted: AnyData) -> data.Dataset:
     Raises:
         ConfigError: the data set cannot be loaded.
     """
-    return _load(type(wanted), wanted.model_dump_json(), data.version_of(wanted))
+    return _load(type(wanted), dump_yaml(plain(wanted.model_dump())), data.version_of(wanted))
 
 
 @lru_cache(maxsize=2)
 def _load(kind: type[AnyData], settings: str, version: str) -> data.Dataset:
-    """Load a data set from its settings as JSON; `version` changes with its files."""
-    return data.load_dataset(kind.model_validate_json(settings))
+    """Load a data set from its settings as YAML; `version` changes with its files."""
+    return data.load_dataset(kind.model_validate(load_yaml(settings)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+from pathlib import Path
 
 import pytest
 import yaml
@@ -168,3 +170,15 @@ def test_values_from_python_have_a_largest_number(shared):
             value = [value] * 20
     with pytest.raises(yaml.YAMLError, match="more than 500,000 values"):
         limited_yaml.check_value(value)
+
+
+def test_plain_values_are_read_back_as_they_were_written():
+    value = {"a": {2: 2.0, 0.5: None, True: "1e-3"}, "b": [math.inf, -math.inf], "c": "2024-01-02"}
+    assert limited_yaml.load_yaml(limited_yaml.dump_yaml(value)) == value
+    assert math.isnan(limited_yaml.load_yaml(limited_yaml.dump_yaml(math.nan)))
+    assert limited_yaml.plain({"a": (1, {"c", "b"}), "d": Path("e")}) == {
+        "a": [1, ["b", "c"]],
+        "d": "e",
+    }
+    with pytest.raises(ValueError, match=r"^the key \(1, 2\) of a mapping is neither"):
+        limited_yaml.plain({(1, 2): 3})

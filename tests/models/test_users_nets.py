@@ -1147,3 +1147,31 @@ def test_a_family_of_timm_trains_as_in_pytorch(name):
     net = timm.create_model(name, num_classes=3, **options)
     local = {"steps": 1, "batch_size": "full", "lr": 0.05}
     check(run(net, data, parts, 1, local=local), fedavg(net, data, parts, 1, 0.05, 1), data, 1e-7)
+
+
+NETS_WITH_PARAMETERS = """
+import math
+
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, shape, classes, scales=None, sizes=(3, 3), bound: float = math.inf,
+                 width: int = 0.5, pair: tuple = ((1, 2), 3)):
+        super().__init__(nn.Flatten(), nn.Linear(64, classes))
+        self.given = scales, sizes, bound, width, pair
+"""
+
+
+def test_a_resumed_run_builds_its_net_with_the_same_values(base, source, tmp_path):
+    model = {"name": source("nets", NETS_WITH_PARAMETERS) + ":Net", "scales": {1: 4.0, "all": (1,)}}
+    given = {**base, "rounds": 1, "algorithm": "fedavg", "model": model}
+    plan = prepare(given)
+    values = {1: 4.0, "all": [1]}, (3, 3), float("inf"), 0.5, ((1, 2), 3)
+    assert plan.net.given == values
+    (tmp_path / "config.yaml").write_text(plan.config.dump())
+    again = prepare(tmp_path / "config.yaml")
+    assert again.net.given == values and again.config == plan.config
+    model["scales"] = {(1, 2): 4.0}
+    with pytest.raises(ConfigError, match=r"^model\.scales: the key \(1, 2\) of a mapping is"):
+        prepare(given)

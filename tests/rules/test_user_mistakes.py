@@ -131,6 +131,72 @@ def test_a_method_that_is_no_misspelled_one_is_allowed(code, mine):
     assert prepare(mine(code)).client.name == "mine"
 
 
+FIELD = """
+import math
+
+@dataclass(frozen=True)
+class Mine({base}):
+    field: {field}
+"""
+UPDATE = "    def update(self, state, reports): return state"
+UNREADABLE = [
+    ("float = None", "input should be a valid number (given: null); Mine holds this itself, and a "
+     "resumed run reads it: annotate it as float | None"),
+    ("int = 0.1", "reads it: give it a default that int allows, or None with int | None"),
+    ("float = math.inf", "reads it: give it a default that float allows"),
+    ("object = (0.9, 1)", "Mine has (0.9, 1) there, which a resumed run would read as [0.9, 1]; "
+     "annotate it as tuple[float | int, ...]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "message"), UNREADABLE)
+def test_a_field_that_a_resumed_run_would_read_otherwise_is_refused(field, message, mine):
+    text = refused(mine(FIELD.format(base="ServerRule", field=field) + UPDATE))
+    assert text.startswith("algorithm.field: ") and message in text
+
+
+@pytest.mark.parametrize(
+    ("section", "base_class", "body"),
+    [
+        ("task", "tasks.shipped_tasks.TASKS['classification']", ""),
+        (
+            "local.upload",
+            "upload_stages.UploadStage",
+            "    def encode(self, update, rng): return update",
+        ),
+    ],
+)
+def test_fields_of_tasks_and_stages_are_read_back_too(section, base_class, body, mine):
+    code = "import raysim.rules.tasks.shipped_tasks\n"
+    code += FIELD.format(base=f"raysim.rules.{base_class}", field="float = None") + body
+    config = mine(code)
+    path = config.pop("algorithm")["name"]
+    text = refused(config, {"algorithm": "fedavg", section: path})
+    assert text.startswith(section) and text.endswith("annotate it as float | None")
+
+
+def test_a_field_with_numbers_as_keys_is_read_back(mine, tmp_path):
+    field = "dict = dataclasses.field(default_factory=lambda: {0: 1.0, 1: 0.5})"
+    code = "import dataclasses\n" + FIELD.format(base="ServerRule", field=field)
+    config = mine(code + UPDATE)
+    plan = prepare(config)
+    (tmp_path / "config.yaml").write_text(plan.config.dump())
+    assert prepare(tmp_path / "config.yaml").server == plan.server
+    assert plan.server.field == {0: 1.0, 1: 0.5}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_task_with_a_field_without_init_is_refused(mine):
+    code = "from dataclasses import field\n\nfrom raysim.rules.tasks.shipped_tasks import TASKS\n"
+    code += """
+@dataclass(frozen=True)
+class Mine(TASKS["classification"]):
+    other: float = field(init=False, default=2.0)
+"""
+    config = mine(code)
+    config |= {"task": config["algorithm"]["name"], "algorithm": "fedavg"}
+    assert refused(config).startswith("task.name: Mine has the field 'other' with init=False")
+
+
 PAIR = """
 @dataclass(frozen=True)
 class Half(ClientRule):

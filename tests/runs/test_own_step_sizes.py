@@ -9,6 +9,7 @@ import pytest
 
 import raysim
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 
 SCHEDULES = """
 def halved(t, start=0.4):
@@ -108,3 +109,13 @@ def test_a_resume_calls_it_for_further_rounds_and_refuses_another_one(base, dige
 def test_wrong_values_name_key_and_round(digest, lr, said):
     with pytest.raises(ConfigError, match=said):
         digest(lr)
+
+
+def test_a_resumed_run_calls_the_function_with_the_same_keys(digest, base, tmp_path):
+    (tmp_path / "table.py").write_text("def of(t, table):\n    return table[t]\n")
+    lr = {"name": "table.py:of", "table": {0: 0.4, 1: 0.2, 2: 0.1}}
+    assert digest(lr) == digest(HALVED)
+    sections = {"rounds": 3, "algorithm": "fedavg", "local": {"steps": 2, "lr": lr}}
+    plan = prepare({**base, **sections})
+    (tmp_path / "config.yaml").write_text(plan.config.dump())
+    assert prepare(tmp_path / "config.yaml").config.local.lr == plan.config.local.lr

@@ -54,7 +54,7 @@ def test_values_are_given_as_mapping_as_texts_or_as_keywords(overrides, keys, pl
 def test_one_value_that_is_a_list_stays_one(planned):
     """In a text it is a value, as on the command line; in a mapping a list holds several."""
     sweep = planned(["model.hidden=[8,9]", "sweep.samples=2", "local.lr=uniform(0.1,0.2)"])
-    assert [trial.config.model.parameters["hidden"] for trial in sweep.trials] == [(8, 9)] * 2
+    assert [trial.config.model.parameters["hidden"] for trial in sweep.trials] == [[8, 9]] * 2
     assert values(planned(**{"model.hidden": [[8], [9]]}))[1] == {"model.hidden": [9]}
     for overrides in (["tracking.models=[final]"], {"tracking.models": ["final"]}):
         assert [*planned(overrides, seed=[0]).tracking.models] == ["final"]
@@ -101,3 +101,15 @@ def test_the_command_writes_a_section_as_a_name_with_its_settings(raysim_, monke
     assert re.search(r"^ *fedprox\(mu=0\.1\) +fedprox-", listed, re.MULTILINE)
     assert "[2/2] algorithm=fedprox(mu=0.1)  best accuracy " in progress
     assert '"name"' not in listed + progress
+
+
+def test_a_function_of_the_data_gets_numbers_as_keys(here, monkeypatch):
+    trained_in_this_process(monkeypatch.setattr)
+    (here / "own.py").write_text(
+        "import numpy as np\n\ndef load(shift):\n    y = np.arange(40) % 2\n"
+        "    x = np.eye(2)[y] + shift[0]\n    return x, y, x, y\n"
+    )
+    data = {"name": "own.py:load", "shift": {0: 1.0}}
+    done = raysim.sweep(SMALL, rounds=1, data=[data], partition={"clients": 4})
+    assert not done.failed
+    assert done.sweep.trials[0].config.data.parameters["shift"] == {0: 1.0}  # pyright: ignore[reportAttributeAccessIssue]

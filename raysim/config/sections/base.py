@@ -21,6 +21,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from raysim.config.limited_yaml import plain
+
 
 def _scheduled(
     value: Any, validate: ValidatorFunctionWrapHandler
@@ -126,12 +128,21 @@ class Section(BaseModel):
     )
 
 
+PlainValue = Annotated[Any, AfterValidator(plain)]
+"""Any value that YAML holds: a run gets what a resumed run will read in its config.yaml."""
+
+
 class Named(BaseModel):
     """A section whose other keys are the parameters of what `name` names, which checks them."""
 
     model_config = ConfigDict(
-        extra="allow", frozen=True, allow_inf_nan=False, protected_namespaces=()
+        extra="allow",
+        frozen=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        json_schema_extra={"additionalProperties": True},
     )
+    __pydantic_extra__: dict[str, PlainValue] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     name: str
     """Name of a shipped or installed object, or path.py:Name."""
 

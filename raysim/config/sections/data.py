@@ -19,7 +19,7 @@ from pydantic import (
 
 from raysim.config import entry_points
 from raysim.config.identity import Identity
-from raysim.config.sections.base import Named, Positive, Section, kind_or_own
+from raysim.config.sections.base import Named, PlainValue, Positive, Section, kind_or_own
 from raysim.config.sections.phases import Phases
 
 
@@ -112,11 +112,11 @@ class TorchvisionData(Inputs):
     name: Literal["torchvision"]  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
     dataset: str
     """Class in torchvision.datasets, such as SVHN."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, PlainValue] = Field(default_factory=dict)
     """Further arguments of the class, such as `split: letters` of EMNIST."""
-    train_arguments: Annotated[dict[str, Any], Identity.NEVER] = Field(default_factory=dict)
+    train_arguments: Annotated[dict[str, PlainValue], Identity.NEVER] = Field(default_factory=dict)
     """Further arguments of the training half alone, for a class without `train` and `split`."""
-    test_arguments: Annotated[dict[str, Any], Identity.NEVER] = Field(default_factory=dict)
+    test_arguments: Annotated[dict[str, PlainValue], Identity.NEVER] = Field(default_factory=dict)
     """Further arguments of the test half alone, such as `random_offset: 1` of FakeData."""
     root: Annotated[str | None, Identity.NEVER] = None
     """Folder of the data sets; null: $RAYSIM_DATA, or ~/.cache/raysim."""

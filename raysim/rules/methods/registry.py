@@ -19,10 +19,10 @@ from types import ModuleType
 from typing import Any, Literal, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from raysim.config import entry_points
 from raysim.config.explain import annotation_types, explain_validation_error, misplaced_switch
+from raysim.config.limited_yaml import are_same, plain
 from raysim.config.objects import python_objects
 from raysim.config.references import load_file, load_object, place_of
 from raysim.config.schema import FEDAVG, GENERAL
@@ -389,7 +389,8 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
         An instance of `cls`; fields that are not given have their defaults.
 
     Raises:
-        ConfigError: a parameter is unknown, or has a wrong value; names its key.
+        ConfigError: a parameter is unknown, or has a wrong value; or a resumed run would not read
+            it back from config.yaml. It names the key.
     """
     refuse_misspelled_methods(cls, section)
     refuse_untyped_fields(cls, section)
@@ -403,6 +404,13 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
     for key in lacking(parameters, known):
         hint = untyped([cls], key) or did_you_mean(key, known)
         raise ConfigError(f"{section}.{key}: unknown key of {cls.__name__}{hint}")
+    built = _read(section, cls, parameters)
+    _check_written(section, built)
+    return built
+
+
+def _read(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
+    """Return a dataclass with the parameters that a section has; others have their defaults."""
     kinds = get_type_hints(cls)
     for key, value in parameters.items():
         # pydantic would take true for 1
@@ -411,12 +419,9 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
     failed = f"{section}.name: {cls.__name__} cannot be built"
     try:
         with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ValidationError,)):
-            built = _adapter(cls).validate_python(dict(parameters))
+            return _adapter(cls).validate_python(dict(parameters))
     except ValidationError as error:
         raise ConfigError(explain_validation_error(error, parameters, cls, f"{section}.")) from None
-    if section != "task":  # losses are functions, and a task of them is kept in another way
-        _check_written(section, built)
-    return built
 
 
 @functools.lru_cache(maxsize=64)  # users' classes are loaded again and again in a notebook
@@ -426,19 +431,73 @@ def _adapter(cls: type) -> TypeAdapter:
 
 
 def _check_written(section: str, built: Any) -> None:
-    """Refuse parameters that a configuration cannot have, from which a run is resumed."""
+    """Refuse a dataclass that the values in a run's config.yaml would not give again.
+
+    These are all of its fields, also those with their defaults.
+    """
+    name = type(built).__name__
+    written = {}
     for entry in dataclasses.fields(built):
-        name, value = entry.name, getattr(built, entry.name)
+        value = getattr(built, entry.name)
         if not entry.init:
             raise ConfigError(
-                f"{section}.name: {type(built).__name__} has the field '{name}' with init=False; "
+                f"{section}.name: {name} has the field '{entry.name}' with init=False; "
                 "make it a property, since a configuration has all fields"
             )
         try:
-            to_jsonable_python(value)
-        except PydanticSerializationError:
+            written[entry.name] = plain(value)
+        except ValueError:
             raise ConfigError(
-                f"{section}.name: {type(built).__name__} has the field '{name}' with a "
+                f"{section}.name: {name} has the field '{entry.name}' with a "
                 f"{type(value).__name__}, which a configuration cannot have; make it in a method, "
                 "or a global constant"
             ) from None
+    try:
+        again = _read(section, type(built), written)
+    except ConfigError as error:
+        raise _unreadable(section, built, str(error).partition("\n")[0]) from None
+    for key in written:
+        value, read = getattr(built, key), getattr(again, key)
+        if not are_same(value, read):
+            fix = f"annotate it as {_annotation_of(value)}"
+            if hasattr(built, "__post_init__"):
+                fix += ", and leave it in __post_init__ as it is"
+            raise ConfigError(
+                f"{section}.{key}: {name} has {value!r} there, which a resumed run would read as "
+                f"{read!r}; {fix}"
+            )
+
+
+def _unreadable(section: str, built: Any, problem: str) -> ConfigError:
+    """Return the error for a field that holds what its annotation refuses."""
+    key = problem.removeprefix(f"{section}.").partition(":")[0].partition(".")[0]
+    if key not in hyperparameter_names(type(built)):  # of __post_init__
+        return ConfigError(
+            f"{problem} (from the values of its own fields, as a resumed run has them)"
+        )
+    kind = inspect.formatannotation(get_type_hints(type(built))[key])
+    fix = f"give it a default that {kind} allows, or None with {kind} | None"
+    if getattr(built, key, ...) is None:
+        fix = f"annotate it as {kind} | None"
+    return ConfigError(
+        f"{problem}; {type(built).__name__} holds this itself, and a resumed run reads it: {fix}"
+    )
+
+
+def _annotation_of(value: Any) -> str:
+    """Return the annotation of a field by which a value is read back as it was."""
+    name = type(value).__name__
+    match value:
+        case None:
+            return "None"
+        case tuple():
+            return f"tuple[{_annotation_of_all(value)}, ...]"
+        case Mapping():
+            return f"dict[{_annotation_of_all(value)}, {_annotation_of_all(value.values())}]"
+        case list() | set() | frozenset():
+            return f"{name}[{_annotation_of_all(value)}]"
+    return name
+
+
+def _annotation_of_all(values: Iterable[Any]) -> str:
+    return " | ".join(sorted(set(map(_annotation_of, values)))) or "Any"

@@ -71,7 +71,7 @@ def train_trial(
     logging.getLogger("raysim").addHandler(log)
     try:
         _await_end(trial.folder)
-        ready = resolve.resolve_plan(trial.config.model_dump(mode="json"), load_once)
+        ready = resolve.resolve_plan(trial.config.plain(), load_once)
         saved = _where_it_stopped(trial, ready)
         recorder = Recorder(uri, name, trial.folder, parent, labels)
         reporter = TrialReporter(
