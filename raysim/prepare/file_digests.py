@@ -10,11 +10,12 @@ The digests cover:
   `local.upload`, `evaluate.metrics` and `evaluate.probes`): the file and the modules that it
   imports from its folder or package. Metrics and probes do not change a result, so their digests
   are recorded but not checked.
-- Parameters of a user's rule or of a net that name a file or a folder.
+- Parameters of a rule, of a net, and of your own task, step sizes, sampling rule or upload stages
+  that name a file or a folder.
 - `model.init_from`: the weights, wherever they come from.
 - `schedule.client_speeds.path` and `partition.path`.
 - `data` and `partition` of your own: the code of a function, and the files that its arguments
-  name.
+  name. Of `data` no folders count: they may hold far more than the examples, and the run itself.
 - `data.path`: one digest of the decoded examples, which are in memory anyway. The examples that a
   function returns have one too, under `data.examples`.
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,7 +36,7 @@ from raysim.config.distributions import distribution_of
 from raysim.config.explain import annotation_types
 from raysim.config.objects import python_objects
 from raysim.config.objects.python_objects import PythonObject
-from raysim.config.references import Code, module_files, read_code
+from raysim.config.references import Code, module_files, read_code, refuse_edited_module
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named
 from raysim.config.sections.data import (
@@ -75,12 +77,14 @@ GROUPS = {
 SECTIONS_WITH_CODE = (*RULES, "task", "model")
 """Sections of the configuration whose `name` can refer to code."""
 
-PARTS_WITH_CODE = ("schedule.sampling", "local.lr", "local.upload.")
-"""Beginnings of the keys of other parts of the configuration whose `name` can refer to code."""
+KEYS_WITH_CODE = re.compile(
+    rf"{'|'.join(SECTIONS_WITH_CODE)}|data|partition(\.phases)?|schedule\.sampling"
+    r"|(groups\.\w+\.)?(client|local\.lr|local\.upload\.\d+)"
+)
+"""Keys of the sections whose `name` can refer to code that determines the result."""
 
-
-PARTS_WITH_PATHS = ("client", "server", "model", "data", "partition")
-"""Last parts of the keys of sections whose parameters may name files."""
+ANNOTATED = ("client", "server", "model")
+"""Last parts of the keys of sections whose parameters have annotations, also shipped ones."""
 
 
 def of_code(config: Config) -> FileDigests:
@@ -108,6 +112,20 @@ def sources(config: Config) -> dict[str, dict[str, bytes]]:
         ConfigError: a file does not exist.
     """
     return {key: dict(code.texts) for key, code in _code(config).items()}
+
+
+def refuse_edited_modules(config: Config) -> None:
+    """Refuse modules that were edited after this process had imported them.
+
+    Args:
+        config: the configuration of the run, whose code has been loaded.
+
+    Raises:
+        ConfigError: there is one; names the key and the module.
+    """
+    for key, code in _code(config).items():
+        if code.carried is None:
+            refuse_edited_module(code.where, f"{key}.name")
 
 
 @dataclass(frozen=True)
@@ -256,9 +274,7 @@ def check_file_digests(
 
 def _changed_file(key: str, name: str, before: str | None, now: str | None) -> ConfigError:
     """Return the error for a file or a distribution that has changed."""
-    sections = (*SECTIONS_WITH_CODE, "data", "partition", "partition.phases")
-    is_groups_rule = key.startswith("groups.") and not key.endswith(".file")
-    is_code = is_groups_rule or key in sections or key.startswith(PARTS_WITH_CODE)
+    is_code = KEYS_WITH_CODE.fullmatch(key) is not None
     place = f"{key}.name" if is_code else key
     # A distribution has a version as value; a sha256 has 64 characters.
     is_distribution = len(before or now or "") < SHA256_CHARACTERS
@@ -307,25 +323,30 @@ def _named_sections(config: Config) -> dict[str, Any]:
 def _path_parameters(
     config: Config, recorded: Mapping[str, Mapping[str, str]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the parameters of rules, net and data that name a file or a folder, with its path.
+    """Yield the parameters of rules, net and users' code that name a file or a folder, with it.
 
     Only parameters that accept any text count.
     """
+    own = dict(references(config))
     for key, section in _named_sections(config).items():
-        if key.rpartition(".")[2] not in PARTS_WITH_PATHS or not isinstance(section, Named):
+        is_known = key in own or key.rpartition(".")[2] in ANNOTATED
+        if not isinstance(section, Named) or not is_known or not config.determines_result(key):
             continue
         for place, text in _parameter_texts(key, section):
             # What was a path when the run began stays one, so that a missing file is noticed.
-            if text and (files.is_path(text) or text in recorded.get(place, {})):
+            is_path = files.is_file(text) if key == "data" else files.is_path(text)
+            if text and (is_path or text in recorded.get(place, {})):
                 yield place, text
 
 
 def _parameter_texts(key: str, section: Named) -> Iterator[tuple[str, str]]:
     """Yield the parameters of a section that may be any text, with their dotted keys."""
-    is_data = key in ("data", "partition")
-    kinds = {} if is_data else _kinds(key.rpartition(".")[2], section.name)
+    part = key.rpartition(".")[2]
+    kinds = _kinds(part, section.name) if part in ANNOTATED else {}
     for name, value in section.parameters.items():
         if key == "model" and name not in kinds and name in build.COMMON_KEYS:
+            continue
+        if (key, name) == ("task", "like"):
             continue
         if not isinstance(value, str) or _any_text(kinds.get(name, str)):
             yield from _nested_texts(f"{key}.{name}", value)
@@ -376,7 +397,7 @@ def _of_path(path: Path, key: str) -> str:
         if not path.is_dir():
             return _of_file(str(path), *_state(path))
         whole = hashlib.sha256()
-        for file in sorted(filter(Path.is_file, path.rglob("*"))):
+        for file in sorted(_files_below(path)):
             whole.update(
                 f"{file.relative_to(path)}\n{_of_file(str(file), *_state(file))}\n".encode()
             )
@@ -385,6 +406,18 @@ def _of_path(path: Path, key: str) -> str:
         raise ConfigError(
             f"{key}: {error.filename or path} cannot be read: {error.strerror}"
         ) from None
+
+
+def _files_below(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
+    """Yield the files of a folder, also those below links to other folders than the ones above."""
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _files_below(path, (*above, real))
+        elif path.is_file():
+            yield path
 
 
 def _state(path: Path) -> tuple[int, int, int]:

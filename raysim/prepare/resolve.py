@@ -190,8 +190,8 @@ def _resolved(config: Config, load: Callable[[AnyData], Dataset]) -> Plan:
     # What `plan.model()` would build again; the plan is frozen.
     vars(plan)["idle_model"] = workload.model
     configured_probes.check_probes(plan)
-    if config.files is None:
-        # With recorded digests, the same code passed the dry run when the run first started.
+    if config.files is None or config.files != resolved.files:
+        # Else the same code passed the dry run when the run first started.
         try_rules(plan, config)
     return plan
 
@@ -257,8 +257,9 @@ def record_files(config: Config, dataset: Dataset) -> Config:
         dataset: the data set of the run.
 
     Raises:
-        ConfigError: a file has changed since its digest was recorded.
+        ConfigError: a file has changed since its digest was recorded, or since it was imported.
     """
+    file_digests.refuse_edited_modules(config)
     files = {**file_digests.of_code(config), **file_digests.of_data(config, dataset)}
     file_digests.check_file_digests(config.files, files)
     return config.model_copy(update={"files": files or None})

@@ -67,8 +67,16 @@ def is_path(text: str) -> bool:
     Args:
         text: any text; one that cannot be a path, for example because it is too long, is none.
     """
-    path = os.path.expanduser(text)
-    return os.path.isfile(path) or os.path.isdir(path)
+    return is_file(text) or os.path.isdir(os.path.expanduser(text))
+
+
+def is_file(text: str) -> bool:
+    """Return whether a text is the path of an existing file.
+
+    Args:
+        text: any text; one that cannot be a path is none.
+    """
+    return os.path.isfile(os.path.expanduser(text))
 
 
 @contextmanager

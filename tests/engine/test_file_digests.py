@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import pickle
 import subprocess
@@ -335,6 +336,84 @@ def test_weights_that_are_a_folder(files, small):
     assert prepare(small, {"algorithm.table": "w"}).config.fingerprint != first.fingerprint
 
 
+def test_links_to_folders_are_followed_and_circles_end(files, small):
+    (files / "w").mkdir()
+    (files / "w" / "circle").symlink_to(files / "w")
+    (files / "w" / "deep").symlink_to(files / "parts")
+    before = prepare(small, {"algorithm.table": "w"}).config.fingerprint
+    (files / "parts" / "unused.py").write_text("# edited")
+    assert prepare(small, {"algorithm.table": "w"}).config.fingerprint != before
+
+
+READERS = """
+from dataclasses import dataclass
+from pathlib import Path
+
+from raysim.rules import ClientSampling, UploadStage
+from raysim.rules.tasks.shipped_tasks import TASKS
+
+
+@dataclass(frozen=True)
+class Task(TASKS["classification"]):
+    path: str = "bias.txt"
+
+
+@dataclass(frozen=True)
+class Sampling(ClientSampling):
+    path: str
+
+    def sample(self, pool, size, t, rng):
+        return list(range(t, t + size))
+
+
+@dataclass(frozen=True)
+class Stage(UploadStage):
+    path: str = ""
+
+    def encode(self, update, rng):
+        return update
+
+
+def lr(t, path):
+    return float(Path(path).read_text())
+"""
+READER = {"path": "bias.txt"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("task", {"name": "readers.py:Task"}),
+        ("schedule.sampling", {"name": "readers.py:Sampling", **READER}),
+        ("local.upload", [{"name": "readers.py:Stage", **READER}]),
+        ("local.lr", {"name": "readers.py:lr", **READER}),
+        ("groups.a", {"share": 0.5, "local": {"lr": {"name": "readers.py:lr", **READER}}}),
+    ],
+)
+def test_files_that_own_parts_name_are_part_of_the_identity(key, value, files, small, tmp_path):
+    (files / "readers.py").write_text(READERS)
+    config = prepare(small, {key: value}).config
+    place = next(place for place in config.files or {} if place.endswith(".path"))
+    assert place.startswith(key)
+    (tmp_path / "config.yaml").write_text(config.dump())
+    (files / "bias.txt").write_text("0.5")
+    assert prepare(small, {key: value}).config.fingerprint != config.fingerprint
+    with pytest.raises(ConfigError, match=rf"^{place}: bias\.txt has changed since this run"):
+        prepare(tmp_path / "config.yaml")
+
+
+def test_folders_that_arguments_of_the_data_name_do_not_count(files, small):
+    """A run writes into the current folder, and other data sets lie beside the one it reads."""
+    code = "def load(root):\n    return x, y, x, y\n"
+    code = "import numpy as np\ny = np.arange(40) % 2\nx = np.eye(2)[y]\n\n" + code
+    (files / "data.py").write_text(code)
+    small |= {"data": {"name": "data.py:load", "root": "."}, "run_dir": "runs/one"}
+    small |= {"partition": {"clients": 4}, "algorithm": "fedavg", "rounds": 1}
+    done = raysim.run(small, tracking=False)
+    assert set(done.config.files or {}) == {"data", "data.examples"}
+    assert raysim.resume(done.run_dir, rounds=2).rounds == 2
+
+
 WRITER = program("file_digests_writer")
 
 
@@ -414,6 +493,21 @@ def test_a_package_counts_by_its_files_and_its_version(here, small, monkeypatch)
     ):
         prepare(config.model_dump(mode="json"))
     for name in [n for n in sys.modules if n.partition(".")[0] == "counted"]:
+        del sys.modules[name]
+
+
+def test_a_module_that_was_edited_after_its_import_is_refused(files, small, monkeypatch):
+    (files / "edited_rules.py").write_text(RULE.replace("from helper import SHARE", "SHARE = 0.5"))
+    monkeypatch.syspath_prepend(str(files))
+    small["algorithm"] = "edited_rules:Mine"
+    before = prepare(small).config.fingerprint
+    text = RULE.replace("from helper import SHARE", "SHARE = 0.25  # another one")
+    (files / "edited_rules.py").write_text(text)
+    with pytest.raises(ConfigError, match=r"^algorithm\.name: 'edited_rules' was edited after"):
+        prepare(small)
+    importlib.reload(sys.modules["edited_rules"])
+    assert prepare(small).config.fingerprint != before
+    for name in [n for n in sys.modules if n == "edited_rules" or n.partition(".")[0] == "parts"]:
         del sys.modules[name]
 
 

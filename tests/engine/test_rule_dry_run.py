@@ -353,3 +353,28 @@ def pairs() -> list[tuple[str, str]]:
 def test_shipped_server_rules_pass(client, server, given):
     plan = prepare({**given("Right"), "client": client, "server": small_server(server)})
     check_contract(plan)
+
+
+COUNTS = """
+from dataclasses import dataclass
+
+from raysim.rules import ClientRule
+
+CALLS = []
+
+
+@dataclass(frozen=True)
+class Mine(ClientRule):
+    def direction(self, shared, state, batch, task):
+        {count}
+        return task.grad(state["w"], batch) / (1 + len(CALLS))
+"""
+
+
+def test_a_new_rule_in_the_configuration_of_a_run_is_tried(base, source, tmp_path):
+    right = source("right", COUNTS.format(count="pass")) + ":Mine"
+    plan = prepare({**base, "rounds": 1, "client": right, "server": "fedavg"})
+    (tmp_path / "config.yaml").write_text(plan.config.dump())
+    wrong = source("wrong", COUNTS.format(count="CALLS.append(1)")) + ":Mine"
+    with pytest.raises(ConfigError, match=r"^client\.name: .* is no function of its arguments"):
+        prepare(tmp_path / "config.yaml", {"client": wrong})
