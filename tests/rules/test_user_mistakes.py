@@ -175,6 +175,20 @@ def test_fields_of_tasks_and_stages_are_read_back_too(section, base_class, body,
     assert text.startswith(section) and text.endswith("annotate it as float | None")
 
 
+def test_a_default_is_what_its_annotation_reads(mine):
+    code = "import dataclasses\n\nfrom raysim.rules import Scheduled\n"
+    field = "Scheduled = dataclasses.field(default_factory=lambda: [[0, 1], [2, 0.5]])"
+    code += FIELD.format(base="ServerRule", field=field) + UPDATE
+    plan = prepare(mine(code))
+    assert plan.server.field == [(0, 1.0), (2, 0.5)]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_field_that_post_init_changes_again_is_refused(mine):
+    code = FIELD.format(base="ServerRule", field="float = 1.0") + UPDATE
+    code += "\n\n    def __post_init__(self): object.__setattr__(self, 'field', 2 * self.field)\n"
+    assert refused(mine(code)).endswith("as it is") and "has 2.0 there" in refused(mine(code))
+
+
 def test_a_field_with_numbers_as_keys_is_read_back(mine, tmp_path):
     field = "dict = dataclasses.field(default_factory=lambda: {0: 1.0, 1: 0.5})"
     code = "import dataclasses\n" + FIELD.format(base="ServerRule", field=field)

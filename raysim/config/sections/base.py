@@ -125,6 +125,7 @@ class Section(BaseModel):
         frozen=True,
         allow_inf_nan=False,
         protected_namespaces=(),
+        validate_default=True,  # 1 of a float is 1.0, as config.yaml is read
     )
 
 

@@ -386,7 +386,8 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
         parameters: the section's parameters, without `name`.
 
     Returns:
-        An instance of `cls`; fields that are not given have their defaults.
+        An instance of `cls`; fields that are not given have their defaults, as their annotations
+        read them.
 
     Raises:
         ConfigError: a parameter is unknown, or has a wrong value; or a resumed run would not read
@@ -404,9 +405,7 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
     for key in lacking(parameters, known):
         hint = untyped([cls], key) or did_you_mean(key, known)
         raise ConfigError(f"{section}.{key}: unknown key of {cls.__name__}{hint}")
-    built = _read(section, cls, parameters)
-    _check_written(section, built)
-    return built
+    return _read_again(section, _read(section, cls, parameters))
 
 
 def _read(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
@@ -430,10 +429,10 @@ def _adapter(cls: type) -> TypeAdapter:
     return TypeAdapter(cls)
 
 
-def _check_written(section: str, built: Any) -> None:
-    """Refuse a dataclass that the values in a run's config.yaml would not give again.
+def _read_again(section: str, built: Any) -> Any:
+    """Return a dataclass as a resumed run builds it, from the values of all fields in config.yaml.
 
-    These are all of its fields, also those with their defaults.
+    One that would have other values there is refused.
     """
     name = type(built).__name__
     written = {}
@@ -458,7 +457,9 @@ def _check_written(section: str, built: Any) -> None:
         raise _unreadable(section, built, str(error).partition("\n")[0]) from None
     for key in written:
         value, read = getattr(built, key), getattr(again, key)
-        if not are_same(value, read):
+        # An annotation may read a list as a tuple; what YAML cannot hold is lost before.
+        is_plain = are_same(value, written[key]) and not hasattr(built, "__post_init__")
+        if not is_plain and not are_same(value, read):
             fix = f"annotate it as {_annotation_of(value)}"
             if hasattr(built, "__post_init__"):
                 fix += ", and leave it in __post_init__ as it is"
@@ -466,6 +467,7 @@ def _check_written(section: str, built: Any) -> None:
                 f"{section}.{key}: {name} has {value!r} there, which a resumed run would read as "
                 f"{read!r}; {fix}"
             )
+    return again
 
 
 def _unreadable(section: str, built: Any, problem: str) -> ConfigError:
