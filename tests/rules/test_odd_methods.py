@@ -306,7 +306,7 @@ def test_a_dict_that_is_looked_up_by_client_is_refused_on_lanes(config):
         ),
         (
             {"name": "SendsItsMomentum", "method": "before_round"},
-            "before_round of server rule 'sendsitsmomentum' changes 'm' in place",
+            "before_round of server rule 'sendsitsmomentum' changes 'momentum' in place",
         ),
         (
             {"name": "SendsItsMomentum"},
