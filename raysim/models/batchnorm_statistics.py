@@ -7,7 +7,7 @@ average the rest of a `state_dict`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,9 @@ class Statistic:
         return vector[self.start : self.start + self.size].view(self.shape)
 
 
-def find_statistics(net: nn.Module, x: Tensor) -> list[Statistic]:
+def find_statistics(
+    net: nn.Module, x: Tensor, shared: Sequence[Mapping[str, Tensor]]
+) -> list[Statistic]:
     """Find the statistics of a net.
 
     These are the running statistics of normalisation layers, and the other floating-point buffers
@@ -60,12 +62,14 @@ def find_statistics(net: nn.Module, x: Tensor) -> list[Statistic]:
     Args:
         net: the net, as the user wrote it; not changed.
         x: [B, ...], inputs for a pass, which is made only if the net has other buffers.
+        shared: what `shared_memory` returned for the net.
 
     Raises:
         ConfigError: a BatchNorm averages over all batches (momentum None), or a buffer that moves
-            is not persistent, or changes its shape.
+            is not persistent, shares its memory, or changes its shape.
     """
     moved = _moved_buffers(net, x) if _has_unknown_buffers(net) else set()
+    tied = {name: group for group in shared for name in group}
     statistics = []
     start = 0
     for layer, module in net.named_modules():
@@ -79,6 +83,13 @@ def find_statistics(net: nn.Module, x: Tensor) -> list[Statistic]:
                     f"model: {_described(layer, module)} changes its buffer '{name}' in training, "
                     "which is not part of the state_dict that the server averages; register it "
                     "with persistent=True, or keep what each pass computes anew in an attribute"
+                )
+            if group := tied.get(_path(layer, name)):
+                first, second, *_ = group
+                raise ConfigError(
+                    f"model: '{first}' and '{second}' share their memory, which training moves, "
+                    "and a copy of the net parts them; let one layer have the buffer, and give it "
+                    "to the others in forward"
                 )
             is_keyed = has_keyed_forward and name in running
             statistics.append(Statistic(layer, name, start, tuple(buffer.shape), is_keyed))

@@ -13,6 +13,7 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from raysim.config import entry_points
@@ -25,6 +26,7 @@ from raysim.data.several_inputs import Inputs, set_inputs, shapes_of
 from raysim.errors import ConfigError, in_a_line, users_line, with_cause
 from raysim.models.initial.start import freeze, load_weights
 from raysim.models.nets.zoo import NETS
+from raysim.models.parts import shared_memory
 from raysim.randomness import generator
 from raysim.spelling import did_you_mean, lacking
 from raysim.system.global_generators import GENERATORS, generators_kept, seed_generators
@@ -377,6 +379,7 @@ def _refuse_odd_nets(net: nn.Module) -> None:
     _refuse_odd_layers(net)
     _refuse_odd_state_dict(net)
     _refuse_odd_tensors(net)
+    _refuse_tied_parameters(net)
 
 
 def _refuse_odd_state_dict(net: nn.Module) -> None:
@@ -426,13 +429,13 @@ def _refuse_other_types(net: nn.Module, dtype: str) -> None:
 def _detach_reparametrised(module: nn.Module) -> None:
     """Detach the weights that hooks compute before each pass, which could not be copied."""
     for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, WeightNorm):
+        if isinstance(hook, WeightNorm | SpectralNorm):
             name = hook.name
         elif isinstance(hook, BasePruningMethod):
             name = hook._tensor_name
         else:
             continue
-        setattr(module, name, getattr(module, name).detach())
+        setattr(module, name, getattr(module, name).detach().clone())
 
 
 def _refuse_odd_layers(net: nn.Module) -> None:
@@ -462,8 +465,7 @@ def _refuse_odd_layers(net: nn.Module) -> None:
 
 
 def _refuse_odd_tensors(net: nn.Module) -> None:
-    """Refuse tensors without a shape or values, of complex numbers, with hooks, or tied by data."""
-    in_memory: dict[int, str] = {}
+    """Refuse tensors without a shape or values, of complex numbers, or with hooks."""
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
         layer = name.rpartition(".")[0]
         if nn.parameter.is_lazy(tensor):
@@ -483,17 +485,24 @@ def _refuse_odd_tensors(net: nn.Module) -> None:
                 "real numbers here; keep real and imaginary part, and join them in forward by "
                 "torch.complex"
             )
-        other = in_memory.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
-        if isinstance(tensor, nn.Parameter) and other != name:
-            raise ConfigError(
-                f"model: '{other}' and '{name}' share their memory but are two parameters, which "
-                "a copy of the net parts; assign the parameter itself, not its data"
-            )
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
                 f"model: '{name}' has a hook, which copies of a tensor lose; change the gradient "
                 "in forward, or by a full backward hook of the layer"
             )
+
+
+def _refuse_tied_parameters(net: nn.Module) -> None:
+    """Refuse a parameter in whose memory another tensor lies, from which a copy parts it."""
+    for group in shared_memory(net):
+        is_one_parameter = len({id(tensor) for tensor in group.values()}) == 1
+        if is_one_parameter or not any(isinstance(t, nn.Parameter) for t in group.values()):
+            continue
+        first, second, *_ = group
+        raise ConfigError(
+            f"model: '{first}' and '{second}' share their memory but are two tensors, which a copy "
+            "of the net parts; assign the parameter itself, not its data, or a clone of it"
+        )
 
 
 def _add_projection(net: nn.Module, width: int, classes: int) -> None:

@@ -40,7 +40,7 @@ from raysim.models.keyed_layers import (
     set_keyed_forwards,
 )
 from raysim.models.memory_format import takes_channels_last
-from raysim.models.parts import classifier_of, own_name, parameters_in_part
+from raysim.models.parts import classifier_of, own_name, parameters_in_part, shared_memory
 from raysim.models.precision import tf32
 from raysim.models.stages import StagedModel
 from raysim.randomness import generator
@@ -103,6 +103,7 @@ class Model:
         self.device = torch.device(device)
         self.inputs = inputs_of(net)
         """The inputs of a net with several ones; () for one."""
+        shared = shared_memory(net)
         root = StagedModel(net).to(dtype=dtype, device=device)
         root.forms = self.learning_task.forms
         root.train()
@@ -112,7 +113,7 @@ class Model:
         self.frame = ForwardContext()
         x, _ = self.examples(2)
         with tensors_on(self.device):
-            self.statistics = find_statistics(net, x)
+            self.statistics = find_statistics(net, x, shared)
         """The buffers that training moves, in the order of the flat vector."""
         self.buffer_size = sum(statistic.size for statistic in self.statistics)
         """Q, the number of numbers of all statistics."""

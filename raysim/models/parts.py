@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 MAX_NAMES = 20
 """Largest number of names that a message lists."""
@@ -28,6 +29,26 @@ def classifier_of(net: nn.Module, classes: int) -> nn.Linear | None:
     """
     linear = [m for m in net.modules() if isinstance(m, nn.Linear) and m.out_features == classes]
     return linear[-1] if linear else None
+
+
+def shared_memory(net: nn.Module) -> list[dict[str, Tensor]]:
+    """Return the tensors of a net that begin at the same place in memory.
+
+    Args:
+        net: the net, before any conversion of its type or device, which parts such tensors.
+
+    Returns:
+        For each such place the tensors by their names: parameters, buffers and plain attributes of
+        layers. A layer in two places of the net counts once.
+    """
+    groups: dict[int, dict[str, Tensor]] = {}
+    for path, module in net.named_modules():
+        for name, tensor in {**module._parameters, **module._buffers, **vars(module)}.items():
+            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+                continue
+            if tensor.data_ptr():  # 0 of tensors without numbers or values
+                groups.setdefault(tensor.data_ptr(), {})[f"{path}.{name}".lstrip(".")] = tensor
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def own_name(name: str) -> str:

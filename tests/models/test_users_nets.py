@@ -170,6 +170,20 @@ class KeepsConstants(Cooler):
         return self.head(x) + self.positions
 
 
+class MultipliesBy(nn.Module):
+    def __init__(self, scale: torch.Tensor):
+        super().__init__()
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def with_shared_constant() -> nn.Module:
+    scale = torch.linspace(1, 2, 8)
+    return sequence(MultipliesBy(scale), nn.Tanh(), MultipliesBy(scale))
+
+
 class OnlyCounts(Cooler):
     """Outputs do not depend on the counter, so it is no harm."""
 
@@ -324,6 +338,7 @@ NETS = {
     "handed over in evaluation mode": lambda: sequence(nn.BatchNorm1d(8)).eval(),
     "activations": StoresActivations,
     "constants": KeepsConstants,
+    "shared constant": with_shared_constant,
     "counter for a log": OnlyCounts,
     "generators for its first weights": HoldsGenerators,
     "frozen layer": lambda: changed(lambda m: m.requires_grad_(False), 0, nn.BatchNorm1d(8)),
@@ -788,6 +803,22 @@ def tied_by_data() -> nn.Module:
     return net
 
 
+class AnotherName(Head):
+    """Has its first weight under another name, too."""
+
+    def __init__(self, is_buffer: bool):
+        super().__init__(lambda m: 1.0)
+        if is_buffer:
+            self.register_buffer("again", None)
+        self.again = self.head.weight.data
+
+
+def with_shared_statistics() -> nn.Module:
+    net = sequence(nn.BatchNorm1d(8), nn.BatchNorm1d(8))
+    net[2].running_mean = net[1].running_mean
+    return net
+
+
 class RemembersTraining(Cooler):
     """Notes in training mode that it was trained, and asks for it in evaluation mode."""
 
@@ -825,6 +856,12 @@ def old_weight_norm() -> nn.Module:
         return changed(nn.utils.weight_norm, 0)
 
 
+def old_spectral_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return changed(nn.utils.spectral_norm, 2, nn.Tanh())
+
+
 def pruned() -> nn.Module:
     net = sequence(nn.Tanh())
     for index, name in ((0, "weight"), (0, "weight"), (2, "bias")):
@@ -842,7 +879,7 @@ def detached_copy(net: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("mode", ["loop", "lanes"])
-@pytest.mark.parametrize("make", [old_weight_norm, pruned])
+@pytest.mark.parametrize("make", [old_weight_norm, old_spectral_norm, pruned])
 def test_weights_that_hooks_compute_train_as_in_pytorch(make, mode):
     result = run(make(), DATA, PARTS, batching={"mode": mode})
     check(result, fedavg(detached_copy(make()), DATA, PARTS), DATA)
@@ -895,6 +932,12 @@ REFUSED = {
     "observes in evaluation": (lambda: sequence(Observes()), "buffer '1.top' in evaluation mode"),
     "statistics that are not saved": (lambda: sequence(Unsaved()), "'means' in training, which is"),
     "tied by data": (tied_by_data, "'0.weight' and '1.weight' share their memory"),
+    "parameter and buffer": (lambda: AnotherName(True), "'again' and 'head.weight' share their"),
+    "parameter and attribute": (lambda: AnotherName(False), "'again' and 'head.weight' share"),
+    "shared statistics": (
+        with_shared_statistics,
+        "'1.running_mean' and '2.running_mean' share their memory, which training moves",
+    ),
     "no values": (lambda: nn.Linear(6, 3, device="meta"), "'weight' has no values"),
     "bfloat16": (lambda: sequence().bfloat16(), "'0.weight' is bfloat16, and all parameters"),
     "remembers by an attribute": (lambda: RemembersTraining("attribute"), "in training mode, with"),
