@@ -198,7 +198,7 @@ def _smoothness(plan: Plan, sample: int | None, console: Terminal) -> tuple[floa
     trainer = make_trainer(plan, device).trainers[0]
     gradients = full_gradients.FullGradients(trainer, ids, plan.server.weights)
     with console.status(f"estimating L from {len(ids)} clients"):
-        L = gradients.largest_curvature(plan.initial[0].to(device))
+        L = gradients.largest_curvature(*plan.initial)
     if not L:
         raise ConfigError(
             "L: no client's loss is curved at x_0, so L cannot be estimated there; give L=…"

@@ -254,7 +254,7 @@ def departures(plan: Plan) -> list[str]:
         ),
         f"{server} selects the clients": overridden(plan.server, ["select"]),
         "local steps do not follow full gradients (they do with local.batch_size=full, no "
-        "augmentation and no dropout)": _noisy(plan),
+        "augmentation, and a net without dropout or other random numbers)": _noisy(plan),
     }
     return [text for text, is_violated in violations.items() if is_violated]
 
@@ -296,11 +296,13 @@ def _weighs(plan: Plan) -> bool:
 
 
 def _noisy(plan: Plan) -> bool:
-    """Return whether mini-batches, augmentation or dropout change the gradients of local steps."""
+    """Return whether mini-batches, augmentation or draws change the gradients of local steps."""
     batch = plan.config.local.batch_size
     data = plan.dataset
+    model = plan.idle_model
+    is_random = bool(model.dropouts or model.draws)
     uses_minibatches = batch != "full" and int(plan.clients.sizes.max()) > batch
-    return uses_minibatches or data.pad > 0 or data.flip or bool(plan.idle_model.dropouts)
+    return uses_minibatches or data.pad > 0 or data.flip or is_random
 
 
 def theorem_inputs(plan: Plan) -> TheoremInputs:
@@ -431,7 +433,7 @@ class ConvergenceMonitor(Probe):
                 trainer.clients.sizes, self.sample, trainer.config.seed
             )
             self.gradients = FullGradients(trainer, clients, trainer.server.weights)
-        return self.gradients.measure(model.global_params, curvature=self.L is None)
+        return self.gradients.measure(model.global_params, model.buffers, self.L is None)
 
     def follow(self, record: Mapping[str, float]) -> dict[str, float]:
         """Return the conditions and the bound of the theorem; {} if the model was not evaluated.

@@ -1,7 +1,8 @@
 """Clients' full gradients at a model, and the curvature of their objectives.
 
 Convergence theory needs both. f_i is the mean loss of client i over its examples without
-augmentation and dropout; BatchNorm uses the statistics of the client's batches. f is the mean
+augmentation and dropout; BatchNorm uses the statistics of the client's batches, and a net that
+reads running statistics those of the global model. f is the mean
 of the f_i with the weights of the server rule, uniform or by samples. A sample of clients is drawn
 once for a run; f is then the mean over the sample.
 
@@ -87,12 +88,11 @@ def why_no_curvature(model: Model) -> str | None:
     Args:
         model: the net.
     """
-    bound = BoundModel(model)
+    bound, buffers = BoundModel.at_start(model)
     x, y = model.trial(2)
     x = torch.ones_like(x)
-    bound.w.copy_(model.initial()[0])
     try:
-        _hessian_product(bound, x, y, torch.ones_like(bound.w))
+        _hessian_product(bound, buffers, x, y, torch.ones_like(bound.w))
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return None
@@ -114,11 +114,17 @@ class FullGradients:
         shares = trainer.clients.sizes[clients] if weights == "samples" else np.ones(len(clients))
         self.weights = (shares / shares.sum()).tolist()
 
-    def measure(self, x: Tensor, curvature: bool) -> dict[str, float]:
-        """Return loss, gradients' norms and curvature at some parameters.
+    def _move_to(self, x: Tensor, buffers: Tensor) -> None:
+        """Let the next passes use the parameters x [P] and the statistics [Q]."""
+        self.bound.w.copy_(x)
+        self.buffers = buffers.to(self.bound.w.device)
+
+    def measure(self, x: Tensor, buffers: Tensor, curvature: bool) -> dict[str, float]:
+        """Return loss, gradients' norms and curvature at a model.
 
         Args:
             x: [P], the parameters.
+            buffers: [Q], the statistics.
             curvature: whether to measure the curvature, too.
 
         Returns:
@@ -126,7 +132,7 @@ class FullGradients:
             weighted mean ‖∇f_i - ∇f‖² of a client; and `curvature`, the largest ‖H_i v‖ of a client
             along its unit gradient v.
         """
-        self.bound.w.copy_(x)
+        self._move_to(x, buffers)
         values, rows = zip(*(self._gradient(client) for client in self.clients), strict=True)
         mean = weighted_sum(rows, self.weights)
         rho2 = [norm(row - mean) ** 2 for row in rows]
@@ -143,19 +149,20 @@ class FullGradients:
             )
         return measured
 
-    def largest_curvature(self, x: Tensor) -> float:
-        """Return max_i ‖H_i‖ at the parameters x [P], estimated by the power method.
+    def largest_curvature(self, x: Tensor, buffers: Tensor) -> float:
+        """Return max_i ‖H_i‖ at a model, estimated by the power method.
 
         Args:
             x: [P], the parameters.
+            buffers: [Q], the statistics.
         """
-        self.bound.w.copy_(x)
+        self._move_to(x, buffers)
         seed = self.trainer.config.seed
         directions = [
             torch.from_numpy(generator(seed, "curvature", int(i)).standard_normal(len(x)))
             for i in self.clients
         ]
-        v = [direction.to(x) / norm(direction) for direction in directions]
+        v = [direction.to(self.bound.w) / norm(direction) for direction in directions]
         L = 0.0
         for _ in range(MAX_POWER_ITERATIONS):
             products = [self._hessian_product(i, u) for i, u in zip(self.clients, v, strict=True)]
@@ -176,9 +183,8 @@ class FullGradients:
         value = 0.0
         total = torch.zeros_like(self.bound.w)
         for batch, count in self._batches(indices):
-            loss = self.bound.model.mean_loss(
-                self.bound.forward(batch.x, "frozen", None), batch.x, batch.y
-            )
+            outputs = self.bound.forward(batch.x, "frozen", self.buffers)
+            loss = self.bound.model.mean_loss(outputs, batch.x, batch.y)
             parts = torch.autograd.grad(loss, self.bound.parameters, materialize_grads=True)
             share = count / len(indices)
             total.add_(torch.cat([part.reshape(-1) for part in parts]), alpha=share)
@@ -190,7 +196,7 @@ class FullGradients:
         indices = self.trainer.clients.client(client)
         total = torch.zeros_like(v)
         for batch, count in self._batches(indices):
-            product = _hessian_product(self.bound, batch.x, batch.y, v)
+            product = _hessian_product(self.bound, self.buffers, batch.x, batch.y, v)
             total.add_(product, alpha=count / len(indices))
         return total
 
@@ -200,9 +206,11 @@ class FullGradients:
         return self.bound.model.learning_task.in_batches(whole, len(indices))
 
 
-def _hessian_product(bound: BoundModel, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+def _hessian_product(
+    bound: BoundModel, buffers: Tensor, x: Tensor, y: Tensor, v: Tensor
+) -> Tensor:
     """Return the Hessian of the mean loss of a batch, times v [P]."""
-    loss = bound.model.mean_loss(bound.forward(x, "frozen", None), x, y)
+    loss = bound.model.mean_loss(bound.forward(x, "frozen", buffers), x, y)
     parts = torch.autograd.grad(loss, bound.parameters, create_graph=True, materialize_grads=True)
     v_parts = list(bound.model.views(v).values())
     curved = [(part, u) for part, u in zip(parts, v_parts, strict=True) if part.requires_grad]

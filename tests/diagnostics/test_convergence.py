@@ -24,6 +24,7 @@ from raysim.diagnostics.full_gradients import FullGradients
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import make_trainer
 from raysim.errors import ConfigError
+from raysim.models.flat import BoundModel
 from raysim.prepare.resolve import prepare
 from raysim.reports.analysis import speedup
 from raysim.runs.resume import resume
@@ -308,8 +309,8 @@ def test_weights_by_samples_and_a_sample_of_clients(engine):
         "dtype": "float64",
     }
     plan = prepare({**config, "partition": uneven})
-    x, trainer = plan.initial[0], make_trainer(plan, "cpu").trainers[0]
-    full = FullGradients(trainer, np.arange(9), "samples").measure(x, False)
+    (x, buffers), trainer = plan.initial, make_trainer(plan, "cpu").trainers[0]
+    full = FullGradients(trainer, np.arange(9), "samples").measure(x, buffers, False)
     bound = torch.zeros_like(x).requires_grad_()
     pixels = torch.from_numpy(plan.dataset.x[plan.clients.indices] / 16.0).flatten(1)
     named = plan.model().views(bound + x)
@@ -483,6 +484,48 @@ def test_the_bound_holds_for_plain_means_only(base, source, ragged):
     assert "does more" in str(told(algorithm=f"{path}:Signs"))
 
 
+NETS = program("convergence_nets")
+
+
+def losses_of_one_client(
+    engine, source, net: str, every: int = 2, **local: object
+) -> tuple[Plan, list[float]]:
+    config = {
+        "data": "digits",
+        "model": f"{source('nets', NETS)}:{net}",
+        "partition": {"name": "iid", "clients": 1},
+        "schedule": {"cohort": 1},
+        "algorithm": "fedavg",
+        "local": {"batch_size": "full", **local},
+        "rounds": 2,
+        "evaluate": {"every": 0, "theory": {"every": every}},
+    }
+    run, records = engine(config)
+    return run.plan, [record["theory/f"] for record in records if "theory/f" in record]
+
+
+def test_statistics_that_a_net_reads_are_those_of_the_global_model(engine, source):
+    """However often they are read."""
+    often, seldom = (
+        losses_of_one_client(engine, source, "SubtractsMeans", every)[1] for every in (1, 2)
+    )
+    assert often[::2] == seldom
+
+
+def test_frozen_statistics_are_the_initial_ones(engine, source):
+    plan, (f, _) = losses_of_one_client(engine, source, "norm", buffers="frozen")
+    bound, buffers = BoundModel.at_start(plan.model())
+    x = torch.from_numpy(plan.dataset.x[plan.clients.indices] / 16.0).float()
+    y = torch.from_numpy(plan.dataset.y[plan.clients.indices])
+    outputs = bound.forward(x, "eval", buffers).detach()
+    assert f == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, y)))
+
+
+def test_random_numbers_of_a_net_are_a_departure(engine, source, caplog):
+    losses_of_one_client(engine, source, "drawing")
+    assert "do not follow full gradients" in caplog.text
+
+
 RULE = program("convergence_rule")
 
 
@@ -534,12 +577,12 @@ def test_the_power_method_and_the_curvature_along_gradients(base, source):
     gradients = FullGradients(make_trainer(plan, "cpu").trainers[0], np.arange(4), "uniform")
     H = [hessian(plan, i) for i in range(4)]
     largest = max(float(torch.linalg.eigvalsh(each).abs().max()) for each in H)
-    found = gradients.largest_curvature(plan.initial[0])
+    found = gradients.largest_curvature(*plan.initial)
     assert 0.97 * largest < found < largest * (1 + 1e-9)
     gradients.bound.w.copy_(plan.initial[0])
     along = [gradients._gradient(i)[1] for i in range(4)]
     expected = max(float((h @ g).norm() / g.norm()) for h, g in zip(H, along, strict=True))
-    assert gradients.measure(plan.initial[0], True)["curvature"] == pytest.approx(expected)
+    assert gradients.measure(*plan.initial, True)["curvature"] == pytest.approx(expected)
 
 
 # --- the commands
