@@ -206,9 +206,7 @@ class FullGradients:
         return self.bound.model.learning_task.in_batches(whole, len(indices))
 
 
-def _hessian_product(
-    bound: BoundModel, buffers: Tensor, x: Tensor, y: Tensor, v: Tensor
-) -> Tensor:
+def _hessian_product(bound: BoundModel, buffers: Tensor, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
     """Return the Hessian of the mean loss of a batch, times v [P]."""
     loss = bound.model.mean_loss(bound.forward(x, "frozen", buffers), x, y)
     parts = torch.autograd.grad(loss, bound.parameters, create_graph=True, materialize_grads=True)

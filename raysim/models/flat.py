@@ -427,11 +427,6 @@ class Model:
         shared: dict[int, object] = {id(p): p for p in self.frozen.values()}
         return copy.deepcopy(self.module, {**shared, id(self.frame): frame})
 
-    @property
-    def has_unkeyed_statistics(self) -> bool:
-        """True if a forward of the user's moves a statistic."""
-        return not all(statistic.is_keyed for statistic in self.statistics)
-
     def unkeyed_statistics(self, buffers: Tensor, mode: PassMode) -> dict[str, Tensor]:
         """Return the statistics of a pure pass that forwards of the user's read, by their names.
 

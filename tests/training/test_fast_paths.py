@@ -24,7 +24,7 @@ from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import make_trainer
 from raysim.engine.round_clients import make_cohort, make_tasks
-from raysim.errors import ClientError, ConfigError
+from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.models.flat import Model
 from raysim.numerics import NonFiniteError, combine, fixed_sum, to_float
 from raysim.numerics.fixed_point import BlockSum, FixedSum, FixedTotal
@@ -34,6 +34,7 @@ from raysim.schedule import synchronous_round
 from raysim.training.batches import client_batches as feeding
 from raysim.training.batches.client_batches import ClientBatches, PrefetchedBatches
 from raysim.training.messages import Block, Broadcast, ClientTask, cut_blocks
+from raysim.training.trainers import pooled as one_gradient
 from raysim.training.trainers.loop_trainer import LoopTrainer
 from raysim.training.trainers.pooled import PooledTrainer
 
@@ -297,6 +298,20 @@ def test_a_net_that_takes_no_more_examples_than_a_client_has_trains_all_the_same
     agree(records_pooled, records)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_a_lack_of_memory_does_not_change_the_bits(error, engine, config, monkeypatch):
+    """It may pass, and be another one in a repeated run."""
+    made = one_gradient.gradient
+
+    def fails_once(*arguments):
+        monkeypatch.setattr(one_gradient, "gradient", made)
+        raise error("no room")
+
+    monkeypatch.setattr(one_gradient, "gradient", fails_once)
+    with pytest.raises(RaysimError, match=r"one gradient of \d clients fails: .* no room"):
+        engine(config())
+
+
 # -- where clients may be trained as one
 
 CAN: dict[str, dict[str, Any]] = {
@@ -345,6 +360,7 @@ CANNOT: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"name": "nets:meeting", "how": "untracked", "zero": True}},
         "examples meet",
     ),
+    "BatchNorm that stays in evaluation mode": ({"model": {"name": "nets:Evaluated"}}, "the net has statistics"),
     "gradma": ({"algorithm": "gradma_s"}, "server rule 'gradma_?s?' takes more than the mean"),
     "mifa": ({"algorithm": "mifa"}, "server rule 'mifa' takes more than the mean"),
     "each": (rule("fedavg", "rules:EachServer"), "server rule 'each' takes more than the mean"),

@@ -14,6 +14,7 @@ client then depends on its examples and not on P.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from itertools import pairwise
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.config.sections.optimizer import PLAIN_SGD
+from raysim.errors import RaysimError, with_users_line
 from raysim.models.checks.coupled_examples import couples_examples
 from raysim.models.flat import BoundModel, Model
 from raysim.rules.batch import Batch
@@ -57,43 +59,69 @@ class PooledTrainer(LoopTrainer):
     def add_block(
         self, broadcasts: Mapping[int, Broadcast], block: Block, total: UploadSum
     ) -> None:
-        """Train the clients of a block as one gradient. See `Trainer.add_block`."""
-        if not self._add_as_one(broadcasts, block, total):
-            super().add_block(broadcasts, block, total)
+        """Train the clients of a block as one gradient. See `Trainer.add_block`.
+
+        Raises:
+            RaysimError: memory lacks for that, but not for any single client. Whether it lacks may
+                change from one moment to the next, and a sum of single updates has other bits.
+        """
+        failure, lacks_memory = "", False
+        try:
+            if self._add_as_one(broadcasts, block, total):
+                return
+        except BaseException as error:
+            reraise_stop(error)
+            failure, lacks_memory = with_users_line(error), _lacks_memory(error)
+        # Trained one after the other, the clients show which of them causes the error.
+        updates = self.train_and_measure(broadcasts, block)
+        total.add(updates)
+        if not failure or any(update.error for update in updates):
+            return
+        if lacks_memory:
+            raise RaysimError(
+                f"batching.mode: one gradient of {len(updates)} clients fails: {failure}; resume "
+                "the run when there is more memory, or use a smaller batching.size, with --fork"
+            )
+        logger.warning(
+            "block %d is trained client by client, as batching.mode=loop does: %s",
+            block.index,
+            failure,
+        )
 
     def _add_as_one(
         self, broadcasts: Mapping[int, Broadcast], block: Block, total: UploadSum
     ) -> bool:
-        """Add the block as one gradient; return False, and add nothing, if that fails.
-
-        Training one client after the other then shows which client causes the error.
-        """
+        """Add the block as one gradient; return False, and add nothing, if it is not finite."""
         delta = torch.zeros_like(self.x0, dtype=torch.float64)
         losses = {}
-        try:
-            # Sorted, so that the order of the sum is fixed.
-            for base in sorted({task.base for task in block.tasks}):
-                tasks = [task for task in block.tasks if task.base == base]
-                pool = self.client_batches.pool(tasks, self.examples_of(tasks))
-                self.task.local_params.copy_(broadcasts[base].global_params)
-                direction, client_losses = gradient(self.task.trained, pool)
-                delta.add_(direction, alpha=self.config.local.step_sizes.of_step(base))
-                for task, loss in zip(tasks, client_losses, strict=True):
-                    losses[task.client] = loss
-        except BaseException as error:
-            reraise_stop(error)
-            logger.debug("block %d is trained client by client: %s", block.index, error)
-            return False
+        # Sorted, so that the order of the sum is fixed.
+        for base in sorted({task.base for task in block.tasks}):
+            tasks = [task for task in block.tasks if task.base == base]
+            pool = self.client_batches.pool(tasks, self.examples_of(tasks))
+            broadcast = broadcasts[base]
+            self.task.local_params.copy_(broadcast.global_params)
+            direction, client_losses = gradient(self.task.trained, broadcast.buffers, pool)
+            delta.add_(direction, alpha=self.config.local.step_sizes.of_step(base))
+            for task, loss in zip(tasks, client_losses, strict=True):
+                losses[task.client] = loss
         return total.add_mean_delta(
             delta, {task.client: losses[task.client] for task in block.tasks}, self.x0.nbytes
         )
 
 
-def gradient(bound: BoundModel, pool: PooledBatch) -> tuple[Tensor, list[float]]:
+def _lacks_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory cannot be allocated, on a GPU or not."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return re.search("allocate memory|ALLOC_FAILED", str(error)) is not None
+
+
+def gradient(bound: BoundModel, buffers: Tensor, pool: PooledBatch) -> tuple[Tensor, list[float]]:
     """Compute the weighted gradient of all clients in a pool.
 
     Args:
         bound: the net, at the parameters of the broadcast.
+        buffers: [Q], the statistics of the broadcast.
         pool: the examples of the clients.
 
     Returns:
@@ -109,7 +137,7 @@ def gradient(bound: BoundModel, pool: PooledBatch) -> tuple[Tensor, list[float]]
     total = torch.zeros_like(bound.w)
     losses = []
     for x, y, drop, span in pool.parts():
-        outputs = bound.forward(x, "train", None, drop)
+        outputs = bound.forward(x, "train", buffers, drop)
         values = bound.model.learning_task.loss(outputs, Batch(x, y))
         weighted = values @ example_weights[span]
         # Zeros for parameters that the loss does not reach, so that the parts make a vector [P].
@@ -157,12 +185,12 @@ def why_not_pooled(
         return why
     if probed:
         return "what each client does is looked at"
-    if model.has_unkeyed_statistics:
-        return "the net keeps statistics, which each client has to move by itself"
     if model.draws:
         return "the net draws random numbers in training, which clients do not share"
     if couples_examples(model):
         return "examples meet in the net (BatchNorm?), so that clients are not the same together"
+    if model.buffer_size:
+        return "the net has statistics, which every client moves by itself and uploads"
     return None
 
 
