@@ -579,7 +579,7 @@ class BoundModel:
         self,
         x: Tensor,
         mode: PassMode,
-        buffers: Tensor | None,
+        buffers: Tensor,
         drop: tuple[Tensor, ...] = (),
         first: int = 0,
         levels: list[Tensor] | None = None,
@@ -589,8 +589,7 @@ class BoundModel:
         Args:
             x: inputs of the net, [B, ...], or of stage `first`.
             mode: mode of the pass, see `ForwardContext.mode`.
-            buffers: running statistics [Q], updated in place in mode "train"; None where the
-                pass uses none.
+            buffers: running statistics [Q], updated in place in mode "train".
             drop: dropout masks, in the order of calls, and last the seed of a net that draws; ()
                 disables dropout.
             first: see `StagedModel.forward`.
@@ -609,7 +608,7 @@ class BoundModel:
         return out
 
     def tell(
-        self, mode: PassMode, buffers: Tensor | None, drop: tuple[Tensor, ...], first: int = 0
+        self, mode: PassMode, buffers: Tensor, drop: tuple[Tensor, ...], first: int = 0
     ) -> None:
         """Set the behaviour of the next pass, which starts at stage `first`.
 
@@ -623,8 +622,7 @@ class BoundModel:
         if is_training != self.is_training:
             self.model.set_training(self.module, is_training)
             self.is_training = is_training
-        if buffers is not None:
-            self.statistics.bind(buffers)
+        self.statistics.bind(buffers)
         frame = self.frame
         frame.mode = mode
         frame.buffers = buffers

@@ -284,7 +284,8 @@ def test_no_dropout_in_eval_and_none_without_masks():
     w, buffers = model.initial()
     bound.w.copy_(w)
     assert torch.equal(bound.forward(x, "eval", buffers, masks), bound.forward(x, "eval", buffers))
-    with_drop, without = bound.forward(x, "frozen", None, masks), bound.forward(x, "frozen", None)
+    with_drop = bound.forward(x, "frozen", buffers, masks)
+    without = bound.forward(x, "frozen", buffers)
     assert not torch.allclose(with_drop, without)
 
 

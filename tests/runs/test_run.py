@@ -415,7 +415,7 @@ def test_what_is_held_out_is_measured_beside_the_test_set(config, engine):
     for record, parameters in zip(history, run.executor.xs, strict=True):
         bound.w.copy_(torch.from_numpy(parameters))
         with torch.no_grad():
-            logits = bound.forward(x, "eval", None)
+            logits = bound.forward(x, "eval", run.plan.initial[1])
         assert record["val/accuracy"] == pytest.approx(
             float((logits.argmax(1) == y).float().mean())
         )

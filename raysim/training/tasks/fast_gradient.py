@@ -92,7 +92,7 @@ class FastGradient:
         x: Tensor,
         y: Tensor,
         mode: PassMode,
-        buffers: Tensor | None,
+        buffers: Tensor,
         drop: tuple[Tensor, ...],
         out: list[Tensor],
     ) -> Tensor:
@@ -102,7 +102,7 @@ class FastGradient:
             x: images [B, C, H, W].
             y: labels [B].
             mode: see `Task.grad`; "train" moves `buffers`.
-            buffers: [Q], the BatchNorm statistics; None only if the pass needs none.
+            buffers: [Q], the BatchNorm statistics.
             drop: dropout masks [B, ...], one for each layer.
             out: the gradient of each parameter tensor is written into these.
 
@@ -192,7 +192,7 @@ def by_autograd(
     x: Tensor,
     y: Tensor,
     mode: PassMode,
-    buffers: Tensor | None,
+    buffers: Tensor,
     drop: tuple[Tensor, ...],
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Compute the mean loss of any net, and its gradient in new tensors.
@@ -202,7 +202,7 @@ def by_autograd(
         x: inputs [B, ...].
         y: [B, ...], the targets.
         mode: mode of the pass; "train" moves `buffers`.
-        buffers: [Q], the BatchNorm statistics; None if the pass uses none.
+        buffers: [Q], the BatchNorm statistics.
         drop: dropout masks [B, ...], one for each layer.
 
     Returns:

@@ -80,15 +80,14 @@ class ForwardPass(Net):
 
 
 def of_bound(
-    bound: BoundModel, mode: PassMode, buffers: Tensor | None, drop: tuple[Tensor, ...] = ()
+    bound: BoundModel, mode: PassMode, buffers: Tensor, drop: tuple[Tensor, ...] = ()
 ) -> Call:
     """Return a forward pass of a bound net.
 
     Args:
         bound: the net, with its parameters.
         mode: mode of the pass.
-        buffers: [Q], the running BatchNorm statistics, which mode "train" moves; None if the pass
-            uses none.
+        buffers: [Q], the running BatchNorm statistics, which mode "train" moves.
         drop: as for `BoundModel.forward`.
     """
 
@@ -108,7 +107,7 @@ def forward_pass(
     first: int,
     levels: list[Tensor] | None,
     mode: PassMode,
-    buffers: Tensor | None,
+    buffers: Tensor,
     drop: tuple[Tensor, ...],
     moved: list[Tensor],
 ) -> tuple[Tensor, Tensor | None]:
@@ -121,7 +120,7 @@ def forward_pass(
         first: first stage that runs.
         levels: list to which the output of every stage is appended; None stores none.
         mode: mode of the pass.
-        buffers: [Q], the running BatchNorm statistics; None if the pass uses none.
+        buffers: [Q], the running BatchNorm statistics.
         drop: dropout masks, in the order of calls, and last the seed of a net that draws.
         moved: list to which mode "train" appends the new statistics [Q].
 
@@ -137,9 +136,7 @@ def forward_pass(
     frame.buffers = buffers
     frame.moved = {}
     frame.calls = model.dropouts_before[first]
-    tensors = model.views(w)
-    if buffers is not None:
-        tensors |= model.unkeyed_statistics(buffers, mode)
+    tensors = model.views(w) | model.unkeyed_statistics(buffers, mode)
     if model.changes_inputs:
         x = x.clone()
     try:
@@ -149,7 +146,7 @@ def forward_pass(
                 frame,
                 levels,
             )
-        if mode == "train" and buffers is not None:
+        if mode == "train":
             moved.append(frame.moved_buffers())
         features = frame.features
         return out, None if features is None else features.flatten(1)
@@ -167,7 +164,7 @@ def one_by_one(
     params: Tensor,
     drop: tuple[Tensor, ...],
     mode: PassMode,
-    buffers: Tensor | None,
+    buffers: Tensor,
 ) -> Call:
     """Return a forward pass with separate parameters for every example.
 
@@ -176,7 +173,7 @@ def one_by_one(
         params: [B, P], the parameters of each example.
         drop: the dropout masks of the examples.
         mode: mode of the pass.
-        buffers: [Q], the running BatchNorm statistics; None if the pass uses none.
+        buffers: [Q], the running BatchNorm statistics.
 
     Returns:
         The pass as a `Call`: it returns outputs [B, classes] and inputs of the classifier [B, F].

@@ -191,7 +191,7 @@ class LoopTask(ModelTask):
         return self._pass(w, batch, loss, "train", moved)[0], moved
 
     def _pass(
-        self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, statistics: Tensor | None
+        self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, statistics: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient [P] of the mean loss, and a mean for the log.
 
@@ -228,7 +228,7 @@ class LoopTask(ModelTask):
         return self._flat(gradients[:count]), of_others
 
     def _without_autograd(
-        self, fast: FastGradient, batch: Batch, mode: PassMode, statistics: Tensor | None
+        self, fast: FastGradient, batch: Batch, mode: PassMode, statistics: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient [P] of the mean cross-entropy, and that mean."""
         gradient = torch.empty_like(self.local_params)
@@ -242,7 +242,7 @@ class LoopTask(ModelTask):
         batch: Batch,
         loss: Callable[..., Tensor],
         mode: PassMode,
-        statistics: Tensor | None,
+        statistics: Tensor,
         others: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Tensor | None, ...], Tensor]:
         """Return gradients of the mean loss by parameters and others, and a mean for the log.
@@ -319,7 +319,7 @@ class LoopTask(ModelTask):
         bound: BoundModel,
         batch: Batch | None,
         mode: PassMode,
-        buffers: Tensor | None,
+        buffers: Tensor,
         dropout: bool = True,
     ) -> ForwardPass:
         drop = batch.drop if batch and dropout else ()

@@ -51,7 +51,7 @@ class PureTask(ModelTask):
         batch: Batch,
         loss: Callable[..., Tensor],
         mode: PassMode,
-        statistics: Tensor | None,
+        statistics: Tensor,
     ) -> tuple[Any, Tensor, Tensor]:
         """Return the gradients at points, in mode "train" new statistics [Q], a loss for the log.
 
@@ -98,7 +98,7 @@ class PureTask(ModelTask):
         w: Tensor,
         batch: Batch | None,
         mode: PassMode,
-        buffers: Tensor | None,
+        buffers: Tensor,
         dropout: bool,
         moved: list[Tensor],
     ) -> ForwardPass:

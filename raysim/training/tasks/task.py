@@ -23,7 +23,7 @@ from raysim.training.tasks.dp_sgd import clipped_sum, in_parts
 from raysim.training.tasks.forward_pass import ForwardPass, one_by_one
 from raysim.training.tasks.local_step import LocalSettings, downhill, stepped
 
-NetAtPoint = Callable[[Batch | None, PassMode, Tensor | None, bool], Net]
+NetAtPoint = Callable[[Batch | None, PassMode, Tensor, bool], Net]
 """Makes a net at the point of a gradient, of batch, mode, statistics [Q] and dropout."""
 
 
@@ -252,7 +252,7 @@ class ModelTask(Task):
         plain = w.new_zeros(())
         # A loss of the rule's may read noise or prepared batches, which `in_parts` does not cut.
         for part in in_parts(batch, self.model.size) if self.model.is_own_loss(loss) else [batch]:
-            rows, values = self._sample_grads(w, part, loss, "train")
+            rows, values = self._sample_grads(w, part, loss, "train", self.buffers)
             total = total + clipped_sum(rows, privacy.max_grad_norm)
             plain = plain + values.sum()
         self.losses.append((plain / count).detach())
@@ -271,9 +271,8 @@ class ModelTask(Task):
     ) -> tuple[Tensor, Tensor]:
         """Compute the gradient of each example's loss. See `Task.sample_grads`."""
         self._guard("sample_grads")
-        return self._sample_grads(
-            w, batch, loss, mode, self.buffers if buffers is None else buffers
-        )
+        buffers = self.buffers if buffers is None else buffers
+        return self._sample_grads(w, batch, loss, mode, buffers)
 
     def _guard(self, method: str) -> None:
         """Refuse a method without privacy, if the rule declares no unprotected uploads."""
@@ -284,7 +283,7 @@ class ModelTask(Task):
             )
 
     def _sample_grads(
-        self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, buffers: Tensor | None = None
+        self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, buffers: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient [B, P] and the loss by the learning task [B] of every example.
 
@@ -299,9 +298,7 @@ class ModelTask(Task):
             )
 
         def total(rows: Tensor) -> tuple[Tensor, Tensor]:
-            def net_at(
-                other: Batch | None, mode: PassMode, buffers: Tensor | None, dropout: bool
-            ) -> Net:
+            def net_at(other: Batch | None, mode: PassMode, buffers: Tensor, dropout: bool) -> Net:
                 if other is not None and len(other.y) != len(batch.y):
                     raise ValueError(
                         f"task.net at w, in a loss of single examples: {len(other.y)} examples for "
@@ -420,7 +417,7 @@ class ModelTask(Task):
         """Return a mask of the parameters in a part of the net. See `Task.part`."""
         return self.model.part(pattern)
 
-    def _statistics(self, mode: PassMode, buffers: Tensor | None) -> Tensor | None:
+    def _statistics(self, mode: PassMode, buffers: Tensor | None) -> Tensor:
         """Return the BatchNorm statistics [Q] of a pass, by default the client's."""
         return self.buffers if mode == "train" or buffers is None else buffers
 
