@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,26 @@ def same_values(tensor: Tensor, other: Tensor) -> bool:
     if torch.equal(tensor, other):
         return True
     return tensor.is_floating_point() and torch.allclose(tensor, other, 0.0, 0.0, equal_nan=True)
+
+
+class Snapshot:
+    """A tensor and a copy of its values, to see later if it was changed in place.
+
+    Args:
+        value: the tensor; other values, as between stages of a net, count as unchanged.
+    """
+
+    def __init__(self, value: Any):
+        self._tensor = value if isinstance(value, Tensor) else None
+        if self._tensor is not None:
+            self._copy, self._version = self._tensor.clone(), self._tensor._version
+
+    def has_changed(self) -> bool:
+        """Return whether the tensor was changed in place, also by its `data`."""
+        if self._tensor is None:
+            return False
+        # A change by `x.data` does not count as a version.
+        return self._tensor._version != self._version or not same_values(self._tensor, self._copy)
 
 
 CANCELLED = 0.01

@@ -28,7 +28,7 @@ from raysim.models.batchnorm_statistics import (
     named_statistics,
     statistics_vector,
 )
-from raysim.models.comparison import same_values
+from raysim.models.comparison import Snapshot
 from raysim.models.default_device import tensors_on
 from raysim.models.first_outputs import check_first_loss, check_outputs
 from raysim.models.keyed_layers import (
@@ -123,8 +123,8 @@ class Model:
         """The net as it was handed over. It never runs: its copies do."""
         self.levels = max(len(root.stages) - 1, 0)
         """L, the number of stages before the classifier; 0 for a net without stages."""
-        self.dropouts_before = root.dropouts_before
-        """The number of dropouts before each stage."""
+        self.dropouts_before = [0]
+        """The number of calls of dropouts before each stage, and before the end."""
         self.precision: Precision = "float32"
         """Precision in which passes compute."""
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -184,6 +184,7 @@ class Model:
                 outputs, of_two = self._first_pass(bound, x)
                 self.draws = generators.drawn_from()
                 of_three = []
+                self._note_stages(bound, x)
                 if of_two:
                     other, _ = BoundModel.at_start(self)
                     of_three = self._first_pass(other, self.examples(3)[0])[1]
@@ -195,6 +196,22 @@ class Model:
         if self.sample is not None:
             check_first_loss(self.learning_task, outputs, Batch(*self._real(2)))
         return dropout_masks(of_two, of_three, self.label)
+
+    def _note_stages(self, bound: BoundModel, x: Tensor) -> None:
+        """Note which stages change their input in place, and the dropouts before each stage."""
+        bound.tell("train", self.initial_buffers(), ())
+        bound.frame.probe = calls = []
+        changing = set()
+        h = self.as_trained(x).clone()
+        with torch.no_grad():
+            for position, stage in enumerate(bound.module.stages):
+                before = Snapshot(h)
+                output = stage(h)
+                if before.has_changed():
+                    changing.add(position)
+                self.dropouts_before.append(len(calls))
+                h = output
+        self.module.changing = frozenset(changing)
 
     def _hint(self, why: str, x: Tensor) -> str:
         """Return the advice for a net that fails on inputs x; "" if there is none."""
@@ -219,11 +236,10 @@ class Model:
         """Return the outputs of a copy of the net for inputs x, and the calls of dropouts."""
         bound.frame.probe, bound.frame.passed = [], set()
         trained = self.as_trained(x).clone()
-        before = trained.clone(), trained._version
+        before = Snapshot(trained)
         with torch.no_grad():
             outputs = bound.forward(trained, "train", self.initial_buffers())
-        # A change by `x.data` does not count as a version.
-        if trained._version != before[1] or not same_values(trained, before[0]):
+        if before.has_changed():
             self.changes_inputs = True
         # The user's code may use the statistics of a BatchNorm without calling it.
         called = bound.frame.passed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
@@ -19,6 +18,8 @@ class StagedModel(nn.Sequential):
 
     classifier = ""
     """Path of the net's classifier; "" if it has none."""
+    changing: frozenset[int] = frozenset()
+    """Positions of the stages that change their input in place. Each then gets a copy."""
     forms: OutputForms | None = None
     """The forms of several outputs, if the loss takes them."""
 
@@ -27,16 +28,6 @@ class StagedModel(nn.Sequential):
         """The children of a net that is an `nn.Sequential`; [] for other nets."""
         net = self[0]
         return list(net) if is_chain(net) else []
-
-    @property
-    def dropouts_before(self) -> list[int]:
-        """The number of keyed dropouts with masks before each stage, and before the end."""
-        counts = []
-        for stage in self.stages:
-            forwards = [vars(module).get("forward") for module in stage.modules()]
-            keyed = [forward for forward in forwards if isinstance(forward, KeyedDropout)]
-            counts.append(sum(forward.layer.p > 0 for forward in keyed))
-        return [0, *accumulate(counts)]
 
     def forward(self, x: Tensor, first: int = 0, levels: list[Tensor] | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch calls x `input`
         """Run the net on a batch.
@@ -55,8 +46,8 @@ class StagedModel(nn.Sequential):
         if first == CLASSIFIER:
             return self.get_submodule(self.classifier)(x)
         n = len(x)
-        for stage in self.stages[first:]:
-            x = stage(x)
+        for position, stage in enumerate(self.stages[first:], first):
+            x = stage(x.clone() if position in self.changing else x)
             if levels is not None:
                 levels.append(x)
         return self._as_tensor(x, n)

@@ -81,6 +81,19 @@ def test_levels_features_and_tails_are_those_of_the_module(way):
 
 
 @pytest.mark.parametrize("way", ["loop", "lanes"])
+def test_levels_are_those_before_a_stage_in_place(way):
+    net = nn.Sequential(
+        nn.Sequential(nn.Flatten(), nn.Linear(32, 6)), nn.SiLU(inplace=True), nn.Linear(6, CLASSES)
+    ).double()
+    task, w = task_for(way, made(net))
+    ours, h = task.net(w, example()), net[0](example().x)
+    torch.testing.assert_close(ours.levels[0], h, rtol=1e-10, atol=1e-12)
+    again = ours.levels[0].detach().clone()
+    torch.testing.assert_close(ours.tail(1, again), ours.logits, rtol=0, atol=0)
+    torch.testing.assert_close(again, h, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["loop", "lanes"])
 def test_a_gradient_flows_through_a_frozen_tail_into_the_level_only(way):
     """d/dw of CE(tail of ANOTHER net at h_1(w)): PyTorch's gradient with the other net's parameters
     held fixed. The loss never looks at the logits, so the trained net's later stages get exactly
@@ -253,6 +266,24 @@ def test_a_tail_takes_the_dropout_masks_of_its_own_stages(way):
     expected = net[2](net[1][0](h) * masks[1])
     torch.testing.assert_close(ours.tail(1, ours.levels[0]), expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(ours.logits, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["loop", "lanes"])
+def test_a_dropout_that_a_stage_calls_twice_has_two_masks(way):
+    class Twice(nn.Module):
+        def __init__(self, size: int):
+            super().__init__()
+            self.a, self.b, self.drop = nn.Linear(size, 6), nn.Linear(6, 6), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.drop(self.b(self.drop(self.a(x))))
+
+    net = nn.Sequential(nn.Flatten(), Twice(32), Twice(6), nn.Linear(6, CLASSES)).double()
+    numbers = torch.arange(36).reshape(6, 6)
+    masks = tuple(2.0 * (numbers % k == 0).double() for k in (2, 3, 4, 5))
+    task, w = task_for(way, made(net))
+    ours = task.net(w, Batch(example().x, example().y, (masks,)))
+    torch.testing.assert_close(ours.tail(2, ours.levels[1]), ours.logits, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("way", ["loop", "lanes"])
