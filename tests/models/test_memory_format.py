@@ -47,6 +47,13 @@ class Norm(nn.Module):
         return F.group_norm(x, 3, weight=self.factors)
 
 
+class Contiguous(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_contiguous():
+            raise ValueError("not contiguous")
+        return x
+
+
 def net(way: str = "flatten", first: nn.Module | None = None, frozen: bool = False) -> nn.Module:
     torch.manual_seed(0)
     conv = nn.Conv2d(3, 4, 3, padding=1).requires_grad_(not frozen)
@@ -58,6 +65,7 @@ NETS = {
     "view": (lambda: net("view"), False),
     "view in evaluation": (lambda: net("view in evaluation"), False),
     "strided": (lambda: net("strided"), False),
+    "refuses the format": (lambda: net(first=Contiguous()), False),
     "frozen layer before a norm": (lambda: net(frozen=True), False),
     "norm first": (lambda: net(first=nn.GroupNorm(3, 3)), False),
     "functional norm first": (lambda: net(first=Norm()), False),
