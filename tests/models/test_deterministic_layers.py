@@ -86,6 +86,20 @@ def test_the_layer_is_named(layer, named):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+class ByKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.activation, self.pool = nn.ReLU(), Backward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(self.activation(input=x))
+
+
+def test_a_layer_may_be_called_by_keyword():
+    with pytest.raises(ConfigError, match=r"layer 2.pool \(Backward\) has no deterministic kernel"):
+        check(ByKeyword())
+
+
 def test_a_net_whose_layers_all_have_one_passes():
     check(nn.ReLU(), nn.LayerNorm(4))
 

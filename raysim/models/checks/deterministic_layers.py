@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from raysim.errors import ConfigError
 from raysim.models.checks.against_pytorch import EXAMPLES
@@ -18,8 +18,8 @@ from raysim.models.flat import BoundModel, Model
 from raysim.system.deterministic_kernels import operation_without_kernel, use_deterministic_kernels
 from raysim.system.global_generators import generators_kept
 
-LayerInputs = dict[nn.Module, tuple[Any, ...]]
-"""Arguments of the first call of each layer that has no layers of its own."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional arguments and keyword arguments of a call."""
 
 
 @torch.enable_grad()
@@ -37,11 +37,13 @@ def check_deterministic_layers(net: nn.Module, model: Model) -> None:
     if model.device.type == "cuda":
         _refuse_dropout_between_layers(net, model)
     original = original_copy(net, model)
-    inputs: LayerInputs = {}
+    # The arguments of the first call of each layer that has no layers of its own.
+    inputs: dict[nn.Module, Arguments] = {}
     for layer in original.modules():
         if not list(layer.children()):
             layer.register_forward_pre_hook(
-                lambda layer, arguments: inputs.setdefault(layer, arguments) and None
+                lambda layer, *arguments: inputs.setdefault(layer, arguments) and None,
+                with_kwargs=True,
             )
     restore = use_deterministic_kernels()
     try:
@@ -97,10 +99,12 @@ def _differentiate(outputs: Any) -> None:
             output.sum().backward(retain_graph=True)
 
 
-def _is_refused(layer: nn.Module, arguments: tuple[Any, ...]) -> bool:
+def _is_refused(layer: nn.Module, arguments: Arguments) -> bool:
     """Return whether a layer alone, forward or backward, has no deterministic kernel."""
-    own: list[Any] = []
-    for argument in arguments:
-        is_differentiable = isinstance(argument, Tensor) and argument.is_floating_point()
-        own.append(argument.detach().requires_grad_() if is_differentiable else argument)
-    return bool(_refused(lambda: _differentiate(layer(*own))))
+    own, named = tree_map_only(Tensor, _as_leaf, arguments)
+    return bool(_refused(lambda: _differentiate(layer(*own, **named))))
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    """Return a tensor as one by which a layer alone is differentiated, if that is possible."""
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
