@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, PydanticUserError, TypeAdapter, ValidationError
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -204,12 +204,22 @@ def net_parameter_docs(name: str) -> dict[str, str]:
 
 
 def _parameters(factory: Callable) -> dict[str, inspect.Parameter]:
-    """Return the named parameters of `factory`, without `shape` and `classes`."""
-    return {
-        k: p
-        for k, p in inspect.signature(factory, eval_str=True).parameters.items()
-        if k not in ("shape", "classes", "self") and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    }
+    """Return the named parameters of `factory`, without `shape` and `classes`.
+
+    Annotations that cannot be evaluated are left out, as those of `if TYPE_CHECKING` imports.
+    """
+    try:
+        signature = inspect.signature(factory, eval_str=True)
+    except Exception:  # of any expression of the user's
+        signature = inspect.signature(factory)
+    parameters = {}
+    for name, parameter in signature.parameters.items():
+        if isinstance(parameter.annotation, str):
+            parameter = parameter.replace(annotation=parameter.empty)
+        is_one = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if is_one and name not in ("shape", "classes", "self"):
+            parameters[name] = parameter
+    return parameters
 
 
 def net_arguments(model: Named) -> dict[str, Any]:
@@ -290,6 +300,8 @@ def _checked(key: str, value: Any, annotation: Any, default: Any = None) -> Any:
         raise ConfigError(f"model.{key}: {switch} is neither a number nor a word")
     try:
         return TypeAdapter(annotation).validate_python(value)
+    except (PydanticUserError, NameError):  # a type that pydantic does not know, such as nn.Module
+        return value
     except ValidationError as error:
         raise ConfigError(explain_validation_error(error, value, dict, f"model.{key}")) from None
 

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -27,6 +27,9 @@ from raysim.models.checks.against_pytorch import check_same_outputs, sample_outp
 from raysim.prepare.resolve import prepare
 from raysim.runs.python_inputs import named_source
 from raysim.system.torchvision_operators import import_declaring_operators
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 DATA, PARTS = blobs(), cut([60, 30, 20, 10])
 
@@ -168,6 +171,23 @@ class KeepsConstants(Cooler):
         if not hasattr(self, "positions") or len(self.positions) != len(x):
             self.positions = torch.linspace(0, 1, len(x), dtype=x.dtype)[:, None]
         return self.head(x) + self.positions
+
+
+def of_a_type_for_checkers(shape: Sequence[int], classes: int, width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(shape[0], width), nn.Linear(width, classes))
+
+
+def with_activation(shape, classes, last: nn.Module | None = None) -> nn.Module:
+    return nn.Sequential(nn.Linear(shape[0], classes), getattr(nn, str(last))())
+
+
+@pytest.mark.parametrize(
+    ("make", "keys"),
+    [(of_a_type_for_checkers, {"width": 4}), (with_activation, {"last": "Tanh"})],
+)
+def test_annotations_that_say_nothing_here_are_not_checked(make, keys):
+    """Of a name that only a type checker imports; of a type that no configuration has."""
+    assert run({"name": make, **keys}, DATA, PARTS, 1).config.model.parameters == keys
 
 
 class MultipliesBy(nn.Module):
