@@ -80,6 +80,20 @@ def test_weights_of_torchvision_are_those_in_the_cache_of_torch(monkeypatch: Any
         load_weights(net, "torchvision:resnet34")
 
 
+def test_weights_are_those_of_the_part_with_the_most_names():
+    """Here the net around the part has two of its names, too."""
+
+    class Wrapped(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Identity(), nn.Linear(2, 2))
+            self.body = normed()
+
+    source, net = normed().state_dict(), Wrapped()
+    torch.save(source, "weights.pt")
+    load_weights(net, "weights.pt", ["1"])
+    assert all(torch.equal(net.body.state_dict()[name], value) for name, value in source.items())
+
+
 def test_weights_of_hugging_face_may_be_those_of_a_part(monkeypatch: Any):
     """A folder of the hub; names without the net around; tensors in several files; one that is to
     be left out."""

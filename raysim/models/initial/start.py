@@ -67,15 +67,15 @@ def load_weights(net: nn.Module, source: str, skip: Sequence[str] = ()) -> None:
     if _contain_adapters(loaded, net_tensors.keys() - in_base.keys()):
         in_base = {}
     _check_skipped(skip, [*net_tensors, *in_base.values(), *loaded], net_tensors)
-    loaded = {name: tensor for name, tensor in loaded.items() if not _matches(name, skip)}
     if in_base:
-        loaded = _with_names_of(in_base, in_part(loaded, in_base.values()))
+        loaded = _without_skipped(in_part(loaded, in_base.values()), skip)
+        loaded = _with_names_of(in_base, loaded)
         net_tensors = {
             name: tensor
             for name, tensor in net_tensors.items()
             if name in in_base and not _matches(in_base[name], skip)
         }
-    loaded = in_part(loaded, net_tensors)
+    loaded = _without_skipped(in_part(loaded, net_tensors), skip)
     wanted = _wanted_tensors(net_tensors, skip)
     problems = _misfits(net_tensors, loaded, wanted, in_base)
     if problems:
@@ -98,6 +98,11 @@ def _check_skipped(skip: Sequence[str], known: Sequence[str], net_names: Iterabl
                 f"model.init_skip: no tensor of the net matches '{pattern}'; its tensors are "
                 f"{listed(list(net_names))}"
             )
+
+
+def _without_skipped(loaded: Mapping[str, Tensor], skip: Sequence[str]) -> dict[str, Tensor]:
+    """Return the weights whose names match no pattern."""
+    return {name: tensor for name, tensor in loaded.items() if not _matches(name, skip)}
 
 
 def _wanted_tensors(net_tensors: Mapping[str, Tensor], skip: Sequence[str]) -> list[list[str]]:

@@ -204,16 +204,15 @@ def in_part(loaded: Mapping[str, Tensor], net_names: Iterable[str]) -> dict[str,
             `body`.
 
     Returns:
-        The tensors as `body.NAME` where the net has that name. They are unchanged if a name fits
-        as it is, or if no part, or several, have the most of the names.
+        The tensors as `body.NAME` where the net has that name, for the part that has the most of
+        the names. They are unchanged if the net itself has as many, or several parts have.
     """
     names = set(net_names)
-    if not loaded or loaded.keys() & names:
-        return dict(loaded)
-    parts = Counter(
+    count = Counter(
         name.removesuffix(inner) for name in names for inner in loaded if name.endswith(f".{inner}")
-    ).most_common(2)
-    if not parts or (len(parts) == 2 and parts[0][1] == parts[1][1]):
-        return dict(loaded)
-    part = parts[0][0]
+    )
+    count[""] = len(loaded.keys() & names)
+    most = max(count.values())
+    parts = [part for part in count if count[part] == most]
+    part = parts[0] if len(parts) == 1 else ""
     return {part + n if part + n in names else n: tensor for n, tensor in loaded.items()}
