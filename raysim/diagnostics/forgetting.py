@@ -52,8 +52,26 @@ class ForgettingRequest:
     window: list[int]
     """Clients of the last rounds, whose data enters the Fisher correlation; []: no correlation."""
 
-    before: bool = False
-    """Whether to evaluate the model that the client started from, too."""
+
+@dataclass
+class _LossesBefore:
+    """Losses of a received model, which most clients of a round have in common."""
+
+    base: int
+    """Number of the version."""
+
+    w: Tensor
+    """[P], the parameters; stored, so that no later tensor is taken for them."""
+
+    buffers: Tensor
+    """[Q], the statistics."""
+
+    losses: list[float]
+    """The mean loss on the data of each past client."""
+
+    def is_of(self, base: int, w: Tensor, buffers: Tensor) -> bool:
+        """Return whether the losses are those of these very tensors."""
+        return base == self.base and w is self.w and buffers is self.buffers
 
 
 @dataclass
@@ -112,10 +130,7 @@ class ForgettingProbe(Probe):
         if round.t % self.every == 0 and self.cohorts and self.cohorts[-1]:
             window = sorted(set().union(*self.cohorts)) if self.fisher else []
             past = self.past[round.t] = self.cohorts[-1]
-            requests = {
-                client: ForgettingRequest(past, window, before=client == round.ids[0])
-                for client in round.ids
-            }
+            requests = {client: ForgettingRequest(past, window) for client in round.ids}
         self.cohorts.append(round.ids)
         return requests
 
@@ -129,33 +144,46 @@ class ForgettingProbe(Probe):
         """Return the measurements of one client.
 
         Returns:
-            `after`, and `before` if requested: the mean loss on the data of each client of
-            `request.clients`, after and before local training. `fisher`, if requested: a list with
-            the correlation.
+            `before` and `after`: the mean loss on the data of each client of `request.clients`,
+            before and after local training. `fisher`, if requested: a list with the correlation.
 
         See `Probe.measure`.
         """
-        broadcast = client.broadcast
         assert update.local_params is not None
-
-        def losses(w: Tensor, buffers: Tensor) -> list[float]:
-            return [_loss(trainer, w, buffers, i) for i in request.clients]
-
-        measured = {"after": losses(update.local_params, update.report["buffers"])}
-        if request.before:
-            measured["before"] = losses(broadcast.global_params, broadcast.buffers)
+        trained = update.local_params, update.report["buffers"]
+        measured = {
+            "before": self._losses_before(trainer, client, request.clients),
+            "after": _losses(trainer, *trained, request.clients),
+        }
         if request.window:
             measured["fisher"] = [_fisher_correlation(trainer, client, request.window)]
         return measured
+
+    def _losses_before(
+        self, trainer: Trainer, client: PreparedClient, clients: list[int]
+    ) -> list[float]:
+        """Return the losses of the model that a client received; of each model only once."""
+        w, buffers = client.broadcast.global_params, client.broadcast.buffers
+        known = getattr(self, "before", None)
+        if known is None or not known.is_of(client.task.base, w, buffers):
+            losses = _losses(trainer, w, buffers, clients)
+            known = self.before = _LossesBefore(client.task.base, w, buffers, losses)
+        return known.losses
 
     def metrics(
         self, round: RoundCohort, results: Mapping[int, dict[str, list[float]]]
     ) -> dict[str, float]:
         """Return the metrics of a round. See `Probe.metrics`."""
-        measured = gather_losses(self.past.pop(round.t, []), results)
+        first = next((client for client in round.ids if client in results), None)
+        measured = gather_losses(self.past.pop(round.t, []), results, first)
         if measured and self.run.folder is not None:
             write_forgetting(self.run.folder, round.t, measured)
         return forgetting_metrics(measured)
+
+
+def _losses(trainer: Trainer, w: Tensor, buffers: Tensor, clients: list[int]) -> list[float]:
+    """Return the mean loss on the data of each client."""
+    return [_loss(trainer, w, buffers, client) for client in clients]
 
 
 @torch.no_grad()
@@ -201,22 +229,23 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 
 def gather_losses(
-    past: Sequence[int], measured: Mapping[int, dict[str, list[float]]]
+    past: Sequence[int], measured: Mapping[int, dict[str, list[float]]], first: int | None
 ) -> dict[str, list[float]]:
     """Combine the measurements of a round's clients.
 
     Args:
         past: numbers of the clients of the previous round.
         measured: the result of `ForgettingProbe.measure` for each client number of the round.
+        first: the client whose losses before training are used; None if no client has measured.
 
     Returns:
         `clients`: the past clients. `before` and `after`: the losses on the data of each of them,
         the latter the mean over the round's clients. `fisher`: one correlation for each client of
-        the round that measured it. {} if no client measured the losses before training.
+        the round that measured it. {} if no client has measured.
     """
-    before = next((m["before"] for m in measured.values() if "before" in m), None)
-    if before is None:
+    if first is None:
         return {}
+    before = measured[first]["before"]
     after = np.mean([losses["after"] for losses in measured.values()], axis=0).tolist()
     fisher = [value for losses in measured.values() for value in losses.get("fisher", [])]
     return {"clients": list(map(float, past)), "before": before, "after": after, "fisher": fisher}

@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import raysim
+from raysim import ClientRule
 from raysim.diagnostics import forgetting, recorded_updates
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
@@ -77,6 +79,38 @@ def test_losses_before_and_after_are_those_of_the_saved_models(mode, base):
     )
     assert "forgetting/before" not in done.history[2]
     assert (folder / "forgetting.png").stat().st_size > 1000
+
+
+@dataclass(frozen=True)
+class RefusesOnes(ClientRule):
+    def direction(self, shared, state, batch, task):
+        if (batch.x == 1).all():
+            raise ValueError("ones")
+        return task.grad(state["w"], batch)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_client_that_fails_leaves_the_measurement_to_others(bad):
+    users = np.arange(8) % 2
+    x = np.where(users[:, None] == bad, 1.0, np.linspace(0, 0.9, 16).reshape(8, 2))
+    train = (x.astype("float32"), np.arange(8) // 4)
+    result = raysim.run(
+        {
+            "data": {"train": train, "test": train, "users": users},
+            "partition": "natural",
+            "model": torch.nn.Linear(2, 2),
+            "algorithm": RefusesOnes,
+            "local": {"steps": 1, "batch_size": 4, "lr": 0.1},
+            "schedule": {"cohort": 2},
+            "rounds": 2,
+            "evaluate": {"forgetting": {"every": 1}},
+            "faults": {"on_client_error": "drop"},
+            "resources": {"executor": "inline"},
+        },
+        tracking=False,
+    )
+    assert result.history[2]["clients/used"] == 1
+    assert result.history[2]["forgetting/after"] > 0
 
 
 def squares(plan: Plan, w: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> np.ndarray:
@@ -253,7 +287,12 @@ def test_damaged_updates_are_refused_by_name(base):
 
 def test_files_are_one_for_each_round(tmp_path):
     found = forgetting.gather_losses(
-        [3, 4], {7: {"after": [1.0, 3.0], "before": [1.0, 1.0]}, 8: {"after": [2.0, 5.0]}}
+        [3, 4],
+        {
+            7: {"after": [1.0, 3.0], "before": [1.0, 1.0]},
+            8: {"after": [2.0, 5.0], "before": [1.0, 1.0]},
+        },
+        8,
     )
     assert found["after"] == [1.5, 4.0] and found["before"] == [1.0, 1.0]
     forgetting.write_forgetting(tmp_path, 12, found)
