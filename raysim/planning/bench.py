@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -22,7 +23,7 @@ from raysim.config import explain, loading
 from raysim.data import loading_once
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import ConfigError, RaysimError, in_a_line
 from raysim.prepare.resolve import keys, resolve_plan
 from raysim.rules.methods import registry
 from raysim.runs.run import choose
@@ -30,8 +31,6 @@ from raysim.system import machine
 
 WARM_UP_ROUNDS = 2
 """Rounds that are not counted."""
-
-ENDLESS_ROUNDS = 1_000_000
 
 Settings = dict[str, Any]
 """Values of the configuration by dotted key."""
@@ -103,12 +102,12 @@ def bench(
         "checkpoint": {"every": 0},
         "record_updates": None,
         "stop": None,
-        "rounds": ENDLESS_ROUNDS,
     }
     raw = loading.read_config(source, overrides, keys, registry.algorithm_defaults)
     raw.pop("sweep", None)
     explain.validate(raw)  # also the keys that are replaced
     raw |= quiet
+    raw["tracking"] = {**(raw.get("tracking") or {}), "models": []}
     load = loading_once()
     plan = resolve_plan(raw, load)
     result = BenchResult()
@@ -121,8 +120,9 @@ def bench(
         try:
             candidate_plan = resolve_plan(_with_settings(raw, settings), load)
             _measure_candidate(candidate_plan, candidate, seconds)
-        except RaysimError as error:
-            candidate.problem = str(error).splitlines()[0]
+        except Exception as error:  # such as one of a GPU without room for so many actors
+            message = str(error) if isinstance(error, RaysimError) else in_a_line(error)
+            candidate.problem = message.splitlines()[0]
         tell(candidate)
     if result.best is None:
         raise ConfigError(f"bench: nothing of this can run: {result.candidates[0].problem}")
@@ -191,23 +191,37 @@ def _batchings(plan: Plan, on_gpus: bool) -> list[Settings]:
 
 
 def _measure_candidate(plan: Plan, candidate: Candidate, seconds: float) -> None:
-    executor = choose(plan, lambda text: None)
     rates: list[float] = []
-    try:
-        executor.open(plan)
-        end = 0.0
-        for record in Engine(plan, executor).rounds():
-            if record["round"] == WARM_UP_ROUNDS:
+    end = 0.0
+    with closing(_round_rates(plan)) as rates_of_rounds:
+        for count, rate in enumerate(rates_of_rounds, 1):
+            if count == WARM_UP_ROUNDS:
                 end = time.perf_counter() + seconds
-            elif record["round"] > WARM_UP_ROUNDS:
-                rates.append(record["system/clients_per_second"])
+            elif count > WARM_UP_ROUNDS:
+                rates.append(rate)
                 if time.perf_counter() >= end:
                     break
-    finally:
-        executor.close()
     if not rates:
         raise RaysimError("no client arrives")
     candidate.clients_per_second, candidate.rounds = statistics.median(rates), len(rates)
+
+
+def _round_rates(plan: Plan) -> Generator[float, None, None]:
+    """Yield the clients per second of each round; the run begins anew after its last round."""
+    executor = choose(plan, lambda text: None)
+    try:
+        executor.open(plan)
+        start = executor.snapshot().get()
+        has_rounds = True
+        while has_rounds:
+            has_rounds = False
+            for record in Engine(plan, executor).rounds():
+                if record["round"] > 0:
+                    has_rounds = True
+                    yield record["system/clients_per_second"]
+            executor.restore(start)
+    finally:
+        executor.close()
 
 
 def _with_settings(raw: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

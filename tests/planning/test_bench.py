@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.configurations import IID_MLP
 
+from raysim.engine.inline_executor import Inline
 from raysim.errors import ConfigError
 from raysim.planning.bench import bench, candidates
 from raysim.prepare.resolve import prepare
@@ -64,13 +65,19 @@ def test_the_fastest_is_named(monkeypatch):
         ("lanes", 4): [8.0, 2.0, 7.0],
     }
 
+    begun = []
+
     class Rounds:
         def __init__(self, plan, executor):
             batching = plan.config.batching
             mode = batching.mode
             self.rates = rates[(mode, batching.size) if mode == "lanes" else mode]
+            self.begins_anew = executor in begun
+            begun.append(executor)
 
         def rounds(self):
+            if self.begins_anew:
+                return
             yield from ({"round": t, "system/clients_per_second": 1e9} for t in range(3))
             yield from (
                 {"round": t, "system/clients_per_second": rate}
@@ -99,6 +106,35 @@ def test_every_candidate_is_measured():
     found = bench(IID_MLP, {"resources.executor": "inline"}, seconds=0.01, blocks=True)
     assert len(found.candidates) == 2
     assert all(one.rounds > 0 and one.clients_per_second > 0 for one in found.candidates)
+
+
+COSINE = {"name": "cosine", "base_lr": 0.1, "T_max": 4}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rounds": 1},
+        {"rounds": 4, "local.lr": COSINE},
+        {"rounds": 3, "algorithm": "dp_ftrl", "tracking.models": ["best"]},
+    ],
+)
+def test_a_run_of_few_rounds_begins_anew(keys):
+    found = bench(IID_MLP, {"resources.executor": "inline", **keys}, seconds=0.2)
+    assert found.best is not None and found.best.rounds > keys["rounds"]
+
+
+def test_any_error_of_a_candidate_is_its_own(monkeypatch):
+    opened = Inline.open
+
+    def open_or_fail(self, plan):
+        if plan.config.batching.mode == "pooled":
+            raise MemoryError("no room")
+        opened(self, plan)
+
+    monkeypatch.setattr(Inline, "open", open_or_fail)
+    found = bench(IID_MLP, {"resources.executor": "inline"}, seconds=0.01, blocks=True)
+    assert [one.problem for one in found.candidates] == ["", "MemoryError: no room"]
 
 
 def test_a_run_with_its_own_sweep_evaluation_and_checkpoints_is_measured_without_them(
