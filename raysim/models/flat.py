@@ -132,8 +132,8 @@ class Model:
         self.shapes = [tuple(p.shape) for p in parameters.values()]
         self.segments = tuple(p.numel() for p in parameters.values())
         self.size = sum(self.segments)
-        self.convolutional = any(isinstance(m, nn.Conv2d) for m in self.module.modules())
-        self.channels_last = self.convolutional and len(shape) == 3
+        is_convolutional = any(isinstance(m, nn.Conv2d) for m in self.module.modules())
+        self.channels_last = is_convolutional and len(shape) == 3
         """Whether inputs [B, C, H, W] are faster in the memory format of this name. Inputs of other
         ranks, which a net reshapes by itself, do not have it."""
         if self.size == 0:
@@ -487,11 +487,6 @@ class Model:
             for c, n in zip(chosen, self.segments, strict=True)
         ]
         return torch.cat(parts)
-
-    @property
-    def has_features(self) -> bool:
-        """True if the net ends in a linear classifier on a learned representation of an example."""
-        return self.features > 0
 
     def _classifier_names(self) -> tuple[str, ...]:
         """Return the names of the classifier's trained parameters in the user's net."""

@@ -163,7 +163,7 @@ def build_problem(
         n_nonempty=clients.n_nonempty,
         model=config.model.name,
         levels=model.levels,
-        has_features=model.has_features,
+        has_features=model.features > 0,
         classes=outputs,
         features=model.features,
         seed=config.seed,

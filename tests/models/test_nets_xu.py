@@ -363,7 +363,7 @@ def test_side_by_side_is_one_by_one(name, shape, keys, stages):
     model = Model(seeded(name, shape, 4, **keys), shape, 4)
     assert (
         model.levels == stages - 1
-        and model.has_features
+        and model.features
         and not model.dropouts
         and not model.buffer_size
     )
@@ -386,7 +386,7 @@ def test_side_by_side_is_one_by_one(name, shape, keys, stages):
 
 def test_vit_trains_one_by_one(vit):
     model = Model(copy.deepcopy(vit), (3, 64, 64), 5)
-    assert model.has_features and not model.levels and not model.dropouts
+    assert model.features and not model.levels and not model.dropouts
     task = LoopTask(model, LocalSettings())
     task.start(task.settings, *model.initial(), 1)
     grad = task.grad(task.local_params, Batch(torch.randn(2, 3, 64, 64), torch.tensor([0, 3])))
