@@ -104,7 +104,6 @@ class ClientEvaluator:
         """Evaluate the clients of a block; see `evaluate_block`."""
         evaluations = []
         own_models: dict[int, dict[str, np.ndarray]] = {}
-        predictions: dict[int, Predict | None] = {}
         for task in block.tasks:
             result = ClientEvaluation(
                 task.client,
@@ -112,7 +111,7 @@ class ClientEvaluator:
                 _n_examples(self.val, task),
             )
             try:
-                predict = predictions[task.client] = self._prediction(broadcasts[task.base], task)
+                predict = self._prediction(broadcasts[task.base], task)
                 w, buffers = self._model(broadcasts[task.base], task)
                 result.metrics = self._measure(task, w, buffers, predict)
                 if self.tuner is not None and self.has_own_models:
@@ -127,7 +126,7 @@ class ClientEvaluator:
                 result.error = with_traceback(error)
             evaluations.append(result)
         if self.tuner is not None:
-            self._fine_tune(self.tuner, broadcasts, block, evaluations, own_models, predictions)
+            self._fine_tune(self.tuner, broadcasts, block, evaluations, own_models)
         return evaluations
 
     def _fine_tune(
@@ -137,13 +136,13 @@ class ClientEvaluator:
         block: Block,
         evaluations: Sequence[ClientEvaluation],
         own_models: Mapping[int, dict[str, np.ndarray]],
-        predictions: Mapping[int, Predict | None],
     ) -> None:
         """Add the metrics after fine-tuning to the evaluations of a block's clients.
 
         Steps start from the client's own model, if there is one, else from the global one.
         """
         results = {result.client: result for result in evaluations if result.error is None}
+        before = {task.client: task for task in block.tasks}
         tasks = []
         for task in block.tasks:
             if task.client not in results:
@@ -163,13 +162,11 @@ class ClientEvaluator:
             result.error = update.error
             if update.local_params is None:
                 continue
+            task, buffers = before[result.client], update.report["buffers"]
             try:
-                result.fine_tuned = self._measure(
-                    update.task,
-                    update.local_params,
-                    update.report["buffers"],
-                    predictions[result.client],
-                )
+                # Made anew: the task that the rule reads there has become another client's.
+                predict = self._prediction(broadcasts[task.base], task)
+                result.fine_tuned = self._measure(task, update.local_params, buffers, predict)
             except BaseException as error:
                 reraise_stop(error)
                 result.error = with_traceback(error)

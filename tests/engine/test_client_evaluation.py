@@ -488,6 +488,15 @@ def test_a_rule_may_answer_in_place_of_the_net(setup, rules):
     assert 0 < result.history[-1]["clients/accuracy"] < 0.5
 
 
+def test_after_fine_tuning_too_each_client_answers_with_its_own_task(setup, rules):
+    setup |= {"client": f"{rules}:OwnClass", "server": "fedavg"}
+    setup["evaluate"]["clients"]["fine_tune"] = {"steps": 1}
+    del setup["algorithm"]
+    rows = at(raysim.run(setup, tracking=False).clients, 2)
+    assert rows["accuracy"].nunique() > 1
+    assert rows["fine_tuned_accuracy"].tolist() == rows["accuracy"].tolist()
+
+
 def test_answers_of_another_shape_are_refused(setup, rules):
     setup |= {"client": f"{rules}:Narrow", "server": "fedavg"}
     del setup["algorithm"]
