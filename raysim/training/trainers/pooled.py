@@ -130,9 +130,8 @@ def gradient(bound: BoundModel, buffers: Tensor, pool: PooledBatch) -> tuple[Ten
     bounds = np.cumsum([0, *pool.sizes])
     denominators = _denominators(bound.model.learning_task, pool, bounds)
     # If all examples have weight 0, so have their losses: the 1 only avoids 0 / 0.
-    weights = np.repeat(
-        np.array(pool.weights) / np.where(denominators, denominators, 1), pool.sizes
-    )
+    denominators = np.where(denominators, denominators, 1)
+    weights = np.repeat(np.array(pool.weights) / denominators, pool.sizes)
     example_weights = torch.from_numpy(weights).to(bound.w.device, bound.w.dtype)
     total = torch.zeros_like(bound.w)
     losses = []
@@ -149,7 +148,7 @@ def gradient(bound: BoundModel, buffers: Tensor, pool: PooledBatch) -> tuple[Ten
     bound.frame.features = None
     all_losses = torch.cat(losses).double().cpu().numpy()
     return total, [
-        all_losses[start:stop].sum() / (denominator or bound.model.learning_task.zero_denominator)
+        all_losses[start:stop].sum() / denominator
         for (start, stop), denominator in zip(pairwise(bounds), denominators.tolist(), strict=True)
     ]
 
