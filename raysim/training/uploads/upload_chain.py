@@ -85,7 +85,7 @@ class UploadChain:
         for i, stage in enumerate(self._stages):
             key = stage.of or first_of_size(self._rule, self._sent, report, self._size, self._key)
             update = encoded[key].reshape(-1)
-            if key not in formats and not _is_finite(update):
+            if key not in formats and not is_finite(update):
                 return EncodedReport(report)
             before = formats.get(key) or WireFormat(update.numel(), 8 * update.element_size())
             kept = sent = update
@@ -100,7 +100,7 @@ class UploadChain:
             check_encoded(stage, f"{self._key}.{i}", update, decoded)
             if stage.error_feedback:
                 memory[_memory_key(self._key, i)] = torch.where(sent, update - decoded, kept)
-            if not _is_finite(decoded):
+            if not is_finite(decoded):
                 name = f"{self._key}.{i}: {type(stage).__name__}"
                 return EncodedReport(report, error=f"{name} makes the finite '{key}' non-finite")
             formats[key] = stage.wire_format(before, decoded)
@@ -127,12 +127,18 @@ class UploadChain:
         return memory
 
 
-def _is_finite(update: Tensor) -> bool:
-    """Return whether all entries of an update are finite."""
+def is_finite(tensor: Tensor, total: Tensor | None = None) -> bool:
+    """Return whether all entries of a tensor are finite.
+
+    Args:
+        tensor: the tensor.
+        total: the sum of its entries, if it is known.
+    """
     # A sum is cheaper than a test of each entry, and NaN or infinity spreads to it; that of large
     # finite entries may overflow.
+    total = tensor.sum() if total is None else total
     # Two calls of `bool`: around `or` it would read the first tensor from a GPU twice.
-    return bool(torch.isfinite(update.sum())) or bool(torch.isfinite(update).all())
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
 
 
 def first_of_size(

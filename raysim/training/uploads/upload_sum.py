@@ -22,6 +22,7 @@ from raysim.training.personal import PersonalParts
 from raysim.training.tasks.optimizers import COUNT_KEYS
 from raysim.training.uploads.client_level_dp import UNCLIPPED
 from raysim.training.uploads.client_update import ClientUpdate
+from raysim.training.uploads.upload_chain import is_finite
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,8 @@ class UploadSum:
         sums = self._block_sums(good)
         nbytes = max((sum(v.nbytes for v in u.client_state.values()) for u in good), default=0)
         states_stay = nbytes > 0 and self.states_stay(nbytes)
-        finite = _bring_to_host(updates, good, sums, states_stay)
-        good, sums = self._accepted(good, sums, finite)
+        kept_totals = _bring_to_host(updates, good, sums, states_stay)
+        good, sums = self._accepted(good, sums, kept_totals)
         self._outcome.clients += [self._done(update) for update in updates]
         self._outcome.ids += [update.task.client for update in good]
         for (mode, key), block in sums.items():
@@ -256,7 +257,7 @@ class UploadSum:
         self,
         good: list[ClientUpdate],
         sums: dict[tuple[str, str], BlockSum],
-        finite: list[dict[str, Tensor]],
+        kept_totals: list[dict[str, Tensor]],
     ) -> tuple[list[ClientUpdate], dict[tuple[str, str], BlockSum]]:
         """Return the accepted updates of those without an error, and the sums of their uploads.
 
@@ -265,12 +266,14 @@ class UploadSum:
         Args:
             good: the updates.
             sums: the sums of all of them.
-            finite: whether each tensor is finite that each client keeps.
+            kept_totals: the sums of the entries of each tensor that each client keeps.
         """
         is_valid = all(map(self._fits, sums.values()))
-        for update, kept in zip(good, finite, strict=True):
+        for update, totals in zip(good, kept_totals, strict=True):
             bad = [] if is_valid else self._bad_uploads(update)
-            bad += [f"kept {key}" for key, is_finite in kept.items() if not is_finite]
+            for key, total in totals.items():
+                if not is_finite(update.client_state[key], total):
+                    bad.append(f"kept {key}")
             if bad:
                 keys = " and ".join(dict.fromkeys(bad))
                 update.error = (
@@ -349,11 +352,11 @@ def _bring_to_host(
         states_stay: whether client states stay on the GPU; step counts of optimizers do not.
 
     Returns:
-        For each of the updates without an error, whether the tensors are finite that it keeps.
+        For each of the updates without an error, the sums of the tensors that it keeps.
     """
-    finite = []
+    totals = []
     for update in good:
-        finite.append({k: torch.isfinite(v.sum()) for k, v in update.client_state.items()})
+        totals.append({k: v.sum() for k, v in update.client_state.items()})
     losses = {f"{i}": update.loss for i, update in enumerate(updates)}
     metrics = []
     for update in updates:
@@ -363,7 +366,7 @@ def _bring_to_host(
         kept = update.client_state.items()
         states.append({k: v for k, v in kept if not states_stay or k in COUNT_KEYS})
     extremes = {f"{k}": v.extremes for k, v in sums.items() if v.extremes is not None}
-    losses, extremes, *on_host = _dicts_to_host([losses, extremes, *metrics, *states, *finite])
+    losses, extremes, *on_host = _dicts_to_host([losses, extremes, *metrics, *states, *totals])
     n = len(updates)
     for i, update in enumerate(updates):
         update.loss = losses[f"{i}"]

@@ -10,6 +10,7 @@ class SpoiltClient(ClientRule):
     sizes: tuple[int, ...] = ()
     where: str = "delta"
     value: str = "nan"
+    entries: int = 1
 
     sends = ("delta", "extra")
 
@@ -25,7 +26,7 @@ class SpoiltClient(ClientRule):
         if data.n in self.sizes:
             sign = (-1) ** self.sizes.index(data.n)
             spoilt = found[self.where].clone()
-            spoilt[-1] = sign * float(self.value)
+            spoilt[-self.entries :] = sign * float(self.value)
             found[self.where] = spoilt
         return {"delta": found["delta"], "extra": found["extra"]}, {"kept": found["kept"]}
 
