@@ -25,7 +25,6 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from types import CodeType
 from typing import Any
 from unittest import mock
@@ -40,6 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from raysim.errors import is_users
 from raysim.models import default_device
 from raysim.prepare.dry_run import client_rule
+from raysim.training.trainers.host_graphs import tensors_written
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 WAITS = {
@@ -486,7 +486,7 @@ class PretendGPU(TorchDispatchMode):
             args, kwargs = tree_map(_launched, (args, kwargs))
         held_args, held_kwargs = tree_map(_held, (args, kwargs))
         keys = {key_of(x.held_in) for x in given}
-        written = self._written(func, args, kwargs)
+        written = {id(tensor) for tensor in tensors_written(func, args, kwargs)}
         for tensor in given:
             key = key_of(tensor.held_in)
             self.memory.use(key, span_of(tensor.held_in), stream, id(tensor) in written)
@@ -516,14 +516,6 @@ class PretendGPU(TorchDispatchMode):
 
         return tree_map(wrap, output)
 
-    def _written(self, func: Any, args: Any, kwargs: Any) -> set[int]:
-        """Return the arguments that an operation writes, by their ids."""
-        written, moved, trains = _places_written(func)
-        # The schema of PyTorch's batch norm does not say that it moves its running statistics.
-        places = written + moved if trains is not None and args[trains] else written
-        values = [args[i] if i < len(args) else kwargs.get(name) for i, name in places]
-        return {id(leaf) for leaf in tree_leaves(values) if isinstance(leaf, GPUTensor)}
-
     def _record(self, func: Any, args: Any, kwargs: Any, written: set[int]) -> Any:
         graph = self.graph
         assert graph is not None
@@ -536,18 +528,6 @@ class PretendGPU(TorchDispatchMode):
         output = func(*args, **kwargs)
         graph.calls.append((func, *given, tree_map(_alias, output)))
         return output
-
-
-@cache
-def _places_written(func: Any) -> tuple[list[tuple[int, str]], list[tuple[int, str]], int | None]:
-    """Return the arguments that an operation writes, those that it writes if it trains, and the
-    place of the one that says so."""
-    arguments = func._schema.arguments
-    places = [(i, argument.name) for i, argument in enumerate(arguments)]
-    written = [(i, name) for i, name in places if (a := arguments[i].alias_info) and a.is_write]
-    moved = [(i, name) for i, name in places if name.startswith("running")]
-    trains = next((i for i, name in places if name == "training"), None)
-    return written, moved, None if "backward" in str(func) else trains
 
 
 def _is_unrepeatable(func: Any, name: str, args: Any) -> bool:

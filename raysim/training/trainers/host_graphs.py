@@ -7,9 +7,10 @@ client rule's step can be captured, and whether a replay gives what the step its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -139,10 +140,7 @@ class _Recorder(_RefuseReads):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Aliases, since an operation such as `squeeze_` changes the shape of its argument itself.
         given = _aliases((args, kwargs or {}))
-        # The schema of PyTorch's batch norm does not say that it moves its running statistics.
-        if func._schema.is_mutable or "batch_norm" in func.overloadpacket.__name__:
-            written = [leaf for leaf in _leaves(given) if isinstance(leaf, Tensor)]
-            self.overwritten += [(tensor, tensor.clone()) for tensor in written]
+        self.overwritten += [(tensor, tensor.clone()) for tensor in tensors_written(func, *given)]
         output = super().__torch_dispatch__(func, types, args, kwargs)
         self.calls.append((func, *given, _leaves(_aliases(output))))
         return output
@@ -164,6 +162,37 @@ class _Recorder(_RefuseReads):
                 # An LSTM has a workspace for its gradient only where gradients are computed.
                 if isinstance(memory, Tensor) and value.data_ptr() != memory.data_ptr():
                     memory.copy_(value)
+
+
+def tensors_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of an operation that it writes.
+
+    Args:
+        func: the operation.
+        args: its arguments.
+        kwargs: its arguments by name.
+    """
+
+    def value(place: tuple[int, str]) -> Any:
+        index, name = place
+        return args[index] if index < len(args) else kwargs.get(name)
+
+    written, moved, trains = _places_written(func)
+    # The schema of PyTorch's batch norm does not say that it moves its running statistics.
+    places = [*written, *moved] if any(map(value, trains)) else written
+    return [leaf for leaf in _leaves(list(map(value, places))) if isinstance(leaf, Tensor)]
+
+
+@cache
+def _places_written(func: Any) -> tuple[list[tuple[int, str]], ...]:
+    """Return positions and names of the arguments that an operation writes, of those that it
+    writes if it trains, and of the one that says whether it does."""
+    arguments = func._schema.arguments
+    places = [(i, argument.name) for i, argument in enumerate(arguments)]
+    written = [(i, name) for i, name in places if (a := arguments[i].alias_info) and a.is_write]
+    moved = [(i, name) for i, name in places if name.startswith("running")]
+    trains = [(i, name) for i, name in places if name == "training"]
+    return written, moved, trains
 
 
 def _reads_a_mask(_: Tensor, indices: Any, value: Tensor | None = None, *more: Any) -> bool:

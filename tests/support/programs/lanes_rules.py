@@ -74,6 +74,15 @@ class Masks(ClientRule):
 
 
 @dataclass(frozen=True)
+class Centres(ClientRule):
+    """Subtracts a number in the form of a vector, in place."""
+
+    def direction(self, shared, state, batch, task):
+        direction = task.grad(state["w"], batch)
+        return direction.sub_(direction.mean().expand_as(direction))
+
+
+@dataclass(frozen=True)
 class Copies(ClientRule):
     """Copies a number to the device in each step, in a way that does not wait."""
 
