@@ -685,10 +685,10 @@ def test_a_finite_upload_that_is_too_large_is_refused_alone(mode, engine, spoilt
 @pytest.mark.parametrize("mode", ["loop", "lanes"])
 def test_a_state_whose_sum_overflows_is_finite(mode, engine, spoilt):
     run, records = engine(
-        spoilt(mode, "sum", (SIZES[BAD],), where="kept", value="3e38", entries=2)
+        spoilt(mode, "sum", (SIZES[BAD],), where="kept", value="1e308", entries=2)
     )
     assert [record["clients/failed"] for record in records[1:]] == [0.0] * 4
-    assert (run.store.get(BAD)["kept"][-2:] > 1e38).all()
+    assert (run.store.get(BAD)["kept"][-2:] > 1e307).all()
 
 
 @pytest.mark.parametrize("mode", ["loop", "lanes"])

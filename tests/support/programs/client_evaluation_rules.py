@@ -75,8 +75,8 @@ class OwnClass(ClientRule):
     """Every client answers with the class of its own number."""
 
     def predict(self, shared, client_state, net, task):
-        return torch.eye(task.classes).to(net.logits)[task.client % task.classes].expand_as(
-            net.logits
+        return (
+            torch.eye(task.classes).to(net.logits)[task.client % task.classes].expand_as(net.logits)
         )
 
 
