@@ -189,7 +189,9 @@ def test_kinds_beyond_the_limit_run_uncaptured_and_none_goes(trained, monkeypatc
     assert trainer_of(run).uncaptured_steps and "more than 1 kinds" in trainer_of(run).refusals[0]
 
 
-@pytest.mark.parametrize("rule", ["Branches", "Centres", "Masks", "Swaps", "TwiceAtTheEnd", "Views"])
+@pytest.mark.parametrize(
+    "rule", ["Branches", "Centres", "Masks", "Swaps", "TwiceAtTheEnd", "Views"]
+)
 def test_rules_that_branch_and_rules_whose_tensors_are_each_others(rule, trained, source):
     given = {"server": "fedavg", "client": f"{source('rules', RULES)}:{rule}"}
     runs = [trained(None, {"mode": mode}, **given) for mode in ("loop", "lanes")]

@@ -185,8 +185,11 @@ def tensors_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 @cache
 def _places_written(func: Any) -> tuple[list[tuple[int, str]], ...]:
-    """Return positions and names of the arguments that an operation writes, of those that it
-    writes if it trains, and of the one that says whether it does."""
+    """Return the places of the arguments that an operation writes, and that it writes if it trains.
+
+    The third list has the place of the argument that says whether it trains. A place is a position
+    and a name.
+    """
     arguments = func._schema.arguments
     places = [(i, argument.name) for i, argument in enumerate(arguments)]
     written = [(i, name) for i, name in places if (a := arguments[i].alias_info) and a.is_write]
