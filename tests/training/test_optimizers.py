@@ -24,6 +24,7 @@ from raysim.engine.process_setup import make_trainer
 from raysim.errors import ClientError, ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.training.messages import Block, Broadcast, ClientTask
+from raysim.training.tasks.optimizers import Adam, kept, kept_state
 from raysim.training.trainers.trainer import Trainer
 
 LR = 0.05
@@ -328,6 +329,16 @@ def test_moments_are_kept_or_begin_anew(name, net, mode, planned, source):
             rows = [{k: v.numpy() for k, v in u.client_state.items()} or None for u in updates]
             assert all(row is not None for row in rows) == (state == "keep")
             x = x - 0.2 * sum(update.report["delta"] for update in updates)
+
+
+def test_a_count_is_kept_for_an_empty_tensor_at_the_end_too():
+    w, segments = torch.zeros(3, dtype=torch.float64), [2, 1, 0]
+    optimizer = Adam((0.9, 0.999), 1e-8, 0.0, False, False)
+    state = {**optimizer.start(w), "step": torch.tensor([3, 3, 4], dtype=torch.float64)}
+    rows = {key: value.numpy() for key, value in kept(state, segments).items()}
+    assert rows["optimizer step"].shape == (3,)
+    again = kept_state(optimizer, rows, w, segments)
+    assert again is not None and torch.equal(again["step"], state["step"])
 
 
 KEEP: dict[str, Any] = {

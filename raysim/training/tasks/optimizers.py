@@ -246,7 +246,9 @@ def kept(state: State, segments: Sequence[int]) -> State:
         state: the state of the optimizer.
         segments: sizes of the net's tensors of parameters.
     """
-    starts = [sum(segments[:index]) for index in range(len(segments))]
+    # An empty tensor at the end starts behind the last parameter.
+    last = sum(segments) - 1
+    starts = [min(sum(segments[:index]), last) for index in range(len(segments))]
     by_tensor = {
         key: value[starts] if value.dim() else value.repeat(len(segments))
         for key, value in state.items()
