@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from raysim.attacks.attack_options import AttackOptions
+from raysim.data.partition.clients import mean_size
 from raysim.diagnostics.recorded_updates import Observation
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, RaysimError, in_a_line
@@ -216,7 +217,7 @@ class GradientSimulator:
         self.clients = [observation.client for observation in seen]
         of_round = plan.clients.at(base)
         self.sizes = [len(of_round.client(client)) for client in self.clients]
-        self.average = float(of_round.sizes.mean())
+        self.average = mean_size(of_round.sizes)
         updates = torch.stack([observation.uploads["delta"] for observation in seen])
         self.g = updates.to(device, plan.dtype) / lr
         self.y = torch.stack([observation.y for observation in seen]).to(device)

@@ -17,7 +17,7 @@ from raysim.config.sections.evaluation import FineTune
 from raysim.config.sections.execution import Resources
 from raysim.config.sections.local import Local
 from raysim.data import Clients, Dataset, Examples, VirtualClients
-from raysim.data.partition.clients import ExampleLists
+from raysim.data.partition.clients import ExampleLists, mean_size
 from raysim.engine import probes
 from raysim.engine.plan import Plan
 from raysim.models.precision import allow_tf32
@@ -195,7 +195,7 @@ def _kept_examples(
             for start in range(0, len(positions), batch_size):
                 yield Batch(*examples().batch(positions[start : start + batch_size]))
 
-        return LocalData(len(positions), float(lists.at(t).sizes.mean()), batches)
+        return LocalData(len(positions), mean_size(lists.at(t).sizes), batches)
 
     return of_client
 

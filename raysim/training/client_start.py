@@ -13,6 +13,7 @@ from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.data.examples import own_copy
+from raysim.data.partition.clients import mean_size
 from raysim.models.build import make_net
 from raysim.models.default_device import brought_to, tensors_on
 from raysim.models.flat import Model
@@ -102,7 +103,7 @@ class ClientStart:
         self.settings = settings
         self.client_batches = client_batches
         self.sizes = parts.clients.sizes_by_round
-        self.averages = [float(of.sum() / np.count_nonzero(of)) for of in self.sizes.phases]
+        self.averages = [mean_size(sizes) for sizes in self.sizes.phases]
         """Mean number of examples of the clients that have any, in each phase."""
 
     def prepare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from support.batteries import is_plain, small
 
 import raysim
+from raysim.rules import ClientRule
 from raysim.rules.contract import ALGORITHMS
 from raysim.rules.methods.registry import discover
 
@@ -81,6 +83,24 @@ def test_the_size_of_the_mean_client_leaves_them_out():
     assert among_empty.digest == alone.digest
     algorithm["scale_alpha"] = False
     assert run(0, algorithm=algorithm, schedule={"cohort": 6}).digest != alone.digest
+
+
+@dataclass(frozen=True)
+class Averages(ClientRule):
+    def finish(self, shared, state, client_state, data, task):
+        task.log(trained=data.average, tested=data.test.average)
+        return super().finish(shared, state, client_state, data, task)
+
+
+def test_the_mean_number_of_test_examples_leaves_them_out_too():
+    halves = {"train": (X[:28], Y[:28]), "test": (X[28:], Y[28:])}
+    users = {"users": np.arange(28) % 7, "users_test": np.arange(12) % 3}
+    result = run(
+        0, data=lambda: halves | users, partition={"name": "natural", "test": "natural"},
+        algorithm=None, client=Averages(), server="fedavg", schedule={"cohort": 7},
+    )  # fmt: skip
+    last = result.history[-1]
+    assert last["client/trained"] == last["client/tested"] == 4.0
 
 
 def test_one_client_among_many_without_examples_trains_in_every_round():

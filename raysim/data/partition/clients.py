@@ -14,6 +14,15 @@ import numpy as np
 from raysim.randomness import generator
 
 
+def mean_size(sizes: np.ndarray) -> float:
+    """Return the mean number of examples of the clients that have any; 0 if none has.
+
+    Args:
+        sizes: number of examples of each client, [N].
+    """
+    return float(sizes.sum() / max(np.count_nonzero(sizes), 1))
+
+
 @dataclass(frozen=True)
 class SizesByRound:
     """Numbers of examples of clients that change over the rounds."""
