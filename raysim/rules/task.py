@@ -39,7 +39,7 @@ class LocalData:
     n: int
     """Number of the client's examples."""
     average: float = 0.0
-    """Mean number of examples over all clients."""
+    """Mean number of such examples of the clients that have any."""
     batches: Callable[..., Iterator[Batch]] = lambda augment=False: iter(())
     """One pass over all examples, not shuffled, without dropout; augmented with `augment=True`."""
     tests: Callable[[], LocalData] | None = None
@@ -290,7 +290,7 @@ class Task(SuggestsAttributes, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Compute the gradient of each example's loss, for nets in which examples do not meet.
 
-        They meet in BatchNorm in mode "train".
+        They meet in BatchNorm in the modes "train" and "frozen".
 
         Args:
             w: [P], the point.
@@ -303,7 +303,8 @@ class Task(SuggestsAttributes, ABC):
             The gradients, [B, P], and each example's loss by the learning task, [B].
 
         Raises:
-            ValueError: under `privacy`, the rule names nothing in `unprotected_uploads`.
+            ValueError: examples meet in BatchNorm or share random numbers; or under `privacy`, the
+                rule names nothing in `unprotected_uploads`.
         """
 
     @abstractmethod
@@ -311,6 +312,9 @@ class Task(SuggestsAttributes, ABC):
         self, w: Tensor, batch: Batch, loss: Loss = task_loss, buffers: Tensor | None = None
     ) -> Tensor:
         """Compute the gradient of each example's loss with respect to its input, in mode "eval".
+
+        The losses are those of `sample_grads`. A learning task's loss that couples the examples of
+        a batch counts once for each of them.
 
         Args:
             w: [P], the parameters.

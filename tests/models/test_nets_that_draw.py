@@ -17,7 +17,11 @@ from raysim.errors import ConfigError
 from raysim.models.checks.deterministic_layers import check_deterministic_layers
 from raysim.models.flat import Model
 from raysim.randomness import generator
+from raysim.rules import Batch
 from raysim.system.global_generators import GENERATORS, GlobalGenerators, seed_generators
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.tasks.loop_task import LoopTask
+from raysim.training.tasks.pure_task import PureTask
 
 StochasticDepth = import_torchvision().ops.StochasticDepth
 
@@ -191,6 +195,23 @@ REFUSED = {
 def test_examples_that_share_their_draws_have_no_gradients_of_their_own(keys, message):
     with pytest.raises(ConfigError, match=message):
         run(Body(StochasticDepth(0.5, "row")), DATA, PARTS, **keys)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", ["functional dropout", "attention"])
+@pytest.mark.parametrize("kind", [LoopTask, PureTask])
+def test_in_evaluation_nothing_is_drawn_and_each_example_has_its_gradient(name, kind):
+    model = Model(NETS[name](), (6,), 3, torch.float64)
+    w, buffers = model.initial()
+    task = kind(model, LocalSettings())
+    task.buffers = buffers
+    x, y = torch.tensor(DATA[0][:3]).double(), torch.tensor(DATA[1][:3])
+    batch = Batch(x, y, ((torch.tensor(7),),))
+    rows, _ = task.sample_grads(w, batch)
+    for k, row in enumerate(rows):
+        one = Batch(x[k : k + 1], y[k : k + 1])
+        torch.testing.assert_close(row, task.grad(w, one, mode="eval"), rtol=1e-9, atol=1e-12)
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_the_dropout_of_a_recurrent_layer_is_refused_on_a_gpu():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.programs import program
+from torch import nn
 from torch.nn import functional as F
 
 import raysim
@@ -94,6 +95,19 @@ def test_single_gradients_are_those_of_each_example_by_itself(model, kind, which
         assert plain[k] == pytest.approx(
             float(F.cross_entropy(task.net(w, one).logits, one.y)), rel=1e-12
         )
+
+
+def test_single_gradients_need_running_statistics_of_batch_norm():
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model = Model(net, (4,), 3, torch.float64)
+    task, data = a_task(model, LoopTask), batch(model, 5)
+    w = model.initial()[0]
+    assert task.sample_grads(w, data)[0].any()
+    for mode in ("train", "frozen"):
+        with pytest.raises(ValueError, match=f"in mode '{mode}', so single .*; use mode 'eval'"):
+            task.sample_grads(w, data, mode=mode)
+    model.freeze_statistics()
+    assert task.sample_grads(w, data, mode="train")[0].any()
 
 
 def test_parts_are_the_whole(model, monkeypatch):

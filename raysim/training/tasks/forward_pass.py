@@ -139,7 +139,11 @@ def forward_pass(
     tensors = model.views(w) | model.unkeyed_statistics(buffers, mode)
     if model.changes_inputs:
         x = x.clone()
+    fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
+        # Attention in mode "eval" would use kernels without gradients: it does not see those of
+        # `torch.func`.
+        torch.backends.mha.set_fastpath_enabled(False)
         with model.drawing(mode, drop) as frame.drop:
             out = model.in_precision(
                 lambda: torch.func.functional_call(module, tensors, (x, first, levels)),
@@ -151,6 +155,7 @@ def forward_pass(
         features = frame.features
         return out, None if features is None else features.flatten(1)
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
         # Tensors of `torch.func.vmap` must not outlive it.
         frame.drop = ()
         frame.buffers = None
@@ -179,9 +184,16 @@ def one_by_one(
         The pass as a `Call`: it returns outputs [B, classes] and inputs of the classifier [B, F].
 
     Raises:
-        ValueError: examples share dropout masks, or the net draws.
+        ValueError: examples share dropout masks, the net draws, or they meet in BatchNorm.
     """
-    if (drop or model.draws) and not model.masks_are_of_examples:
+    if mode == "eval":
+        drop = ()  # of a batch of local steps
+    elif model.needs_two_examples:
+        raise ValueError(
+            f"examples meet in BatchNorm in mode '{mode}', so single examples have no gradients; "
+            "use mode 'eval'"
+        )
+    elif (drop or model.draws) and not model.masks_are_of_examples:
         raise ValueError(
             "the net draws random numbers other than dropout masks with one for each example, so "
             "single examples have no gradients"

@@ -300,6 +300,7 @@ class LoopTask(ModelTask):
         self._guard("input_grad")
         x = batch.x.detach().requires_grad_()
         net = self.net(w, replace(batch, x=x), "eval", buffers)
+        net.one_by_one = True
         with self.model.passes():
             return torch.autograd.grad(losses_of(loss, net, batch).sum(), x)[0]
 

@@ -84,6 +84,7 @@ class PureTask(ModelTask):
 
         def total(x: Tensor) -> Tensor:
             net = self.net(w, replace(batch, x=x), "eval", buffers)
+            net.one_by_one = True
             return losses_of(loss, net, batch).sum()
 
         with self.model.passes():

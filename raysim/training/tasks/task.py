@@ -246,7 +246,8 @@ class ModelTask(Task):
     def _private_grad(self, w: Tensor, batch: Batch, loss: Loss) -> Tensor:
         """Compute the gradient [P] from clipped per-example gradients and noise."""
         privacy = self.settings.privacy
-        count = batch.size
+        is_sum = self.model.learning_task.loss_reduction == "sum"
+        divisor = 1 if is_sum else batch.size
         assert privacy is not None
         total = torch.zeros_like(w)
         plain = w.new_zeros(())
@@ -255,11 +256,10 @@ class ModelTask(Task):
             rows, values = self._sample_grads(w, part, loss, "train", self.buffers)
             total = total + clipped_sum(rows, privacy.max_grad_norm)
             plain = plain + values.sum()
-        self.losses.append((plain / count).detach())
+        self.losses.append((plain / divisor).detach())
         if privacy.max_grad_norm is not None and batch.private_noise is not None:
             total = total + privacy.max_grad_norm * privacy.noise_multiplier * batch.private_noise
-        is_sum = self.model.learning_task.loss_reduction == "sum"
-        return total if is_sum else total / count
+        return total / divisor
 
     def sample_grads(
         self,
