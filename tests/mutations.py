@@ -177,7 +177,7 @@ MUTATIONS = (
     Mutation(
         "pooled: clients weigh by their examples",
         "raysim/training/trainers/pooled.py",
-        "np.array(pool.weights) / np.where(denominators, denominators, 1)",
+        "np.array(pool.weights) / denominators",
         "np.array(pool.weights) / np.mean(pool.sizes)",
         ("tests/training/test_fast_paths.py",),
     ),

@@ -129,8 +129,9 @@ def gradient(bound: BoundModel, buffers: Tensor, pool: PooledBatch) -> tuple[Ten
     """
     bounds = np.cumsum([0, *pool.sizes])
     denominators = _denominators(bound.model.learning_task, pool, bounds)
-    # If all examples have weight 0, so have their losses: the 1 only avoids 0 / 0.
-    denominators = np.where(denominators, denominators, 1)
+    # If all examples have weight 0, so have their losses: the 1 only avoids 0 / 0. A client without
+    # examples has no loss.
+    denominators = np.where(denominators, denominators, np.where(pool.sizes, 1, np.nan))
     weights = np.repeat(np.array(pool.weights) / denominators, pool.sizes)
     example_weights = torch.from_numpy(weights).to(bound.w.device, bound.w.dtype)
     total = torch.zeros_like(bound.w)
