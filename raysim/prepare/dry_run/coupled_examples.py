@@ -23,7 +23,7 @@ class SeparateExamples(LoopTask):
     """
 
     def _sample_grads(
-        self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, buffers: Tensor | None = None
+        self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, buffers: Tensor
     ) -> tuple[Tensor, Tensor]:
         rows, values = super()._sample_grads(w, batch, loss, mode, buffers)
         # The first example becomes each of the others in turn, which also changes how often a
