@@ -103,8 +103,8 @@ class Server:
                 raise breach(rule, "init", "returns no 'x'; return the parameters under this key")
             check_state(rule, "init", {"x": x0}, {"x": self.state["x"]})
         self.cohort = Cohort(0, [], problem.n_nonempty, seed=problem.seed)
-        self.sent: dict[str, tuple[Tensor, int]] = {}
-        """The tensors of the last broadcast, which clients may still use, with their versions."""
+        self.sent: State = {}
+        """The tensors of the last broadcast, which clients may still use."""
         self.evaluated: Tensor | None = None
         """[P], the parameters that the last broadcast has for evaluation alone."""
         self.updated = self.state
@@ -164,7 +164,7 @@ class Server:
             self.state = self._before_round(rule) if following.ids else self.updated
             shared = rule.broadcast({**self.state})
             check_tensors(rule, "broadcast", shared)
-            self.sent = versions_of(shared)
+            self.sent = shared
             shared = brought_to(shared, self.device)
             evaluated = None
             if overridden(rule, ["for_evaluation"]):
@@ -185,10 +185,10 @@ class Server:
                 "the checkpoint was written by an earlier raysim, after before_round; continue "
                 "with that version, or start a new run"
             )
-        versions = versions_of(self.updated)
+        versions = versions_of(self.updated), versions_of(self.sent)
         state = rule.before_round({**self.updated}, self.cohort)
         check_state(rule, "before_round", self.updated, state)
-        for unchanged in (versions, self.sent):
+        for unchanged in versions:
             check_unchanged(rule, "before_round", unchanged)
         return state
 
@@ -225,9 +225,10 @@ class Server:
             metrics |= step.before(reports, Broadcast(self.state, self.buffers))
         with self._names_errors(rule, "update", round.t, lambda: described_uploads(reports)):
             # A copy, because the state before is compared with what `update` returns.
+            versions = versions_of(self.sent)
             state = rule.update({**self.state}, reports)
             check_update(rule, round.t, self.state, state, reports)
-            check_unchanged(rule, "update", self.sent)
+            check_unchanged(rule, "update", versions)
         for step in self.steps:
             state = step.after(self.state, state)
         self.state = self.updated = state
