@@ -309,7 +309,7 @@ class RayRound:
         dead_nodes = self.pool.supervisor.dead_nodes()
         shares_by_node: dict[str, list[BlockCall]] = {}
         for share in self.trained:
-            if share.node in dead_nodes:
+            if share.node in dead_nodes and share.outcome.ids:
                 self._end_worker(share, share.blocks, "its node died")
                 self.retries.extend(share.blocks)
             else:

@@ -288,7 +288,7 @@ def forked(
         client_store.copy_rows(folder, fork_dir, plan.config.client_state.dir)
         # The checkpoint comes first: a fork that is killed early can still be resumed as a fork.
         checkpoint.write_checkpoint(fork_dir, saved, plan.config.checkpoint.keep)
-    except RaysimError:
+    except BaseException:  # also Ctrl-C while many rows are copied
         forget(fork_dir)
         raise
     return plan, fork_dir, saved, origin

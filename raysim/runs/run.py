@@ -182,9 +182,10 @@ def execute(
             with signals.held():
                 for record in engine.rounds():
                     run.log(engine, record, progress)
+                # After an error of `progress` too: the last round may have been trained.
+                result = run.result(engine, time.perf_counter() - began)
                 if run.progress_error is not None:
                     raise run.progress_error
-                result = run.result(engine, time.perf_counter() - began)
     if run.tracker.failure:
         raise RaysimError(run.tracker.failure)
     # A store that did not answer at the start may have received the run only now.

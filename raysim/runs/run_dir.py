@@ -167,8 +167,8 @@ def make_run_dir(plan: Plan) -> Path:
         for name in (*ARTIFACT_FILES, REQUIREMENTS_FILE, SOURCES_FOLDER, home, ROWS_FOLDER):
             if os.path.lexists(path / name):
                 raise ConfigError(
-                    f"run_dir: {path / name} is of no run whose config.yaml is there, and a run "
-                    "would replace it; move it away, or choose another folder"
+                    f"run_dir: {path / name} is there, without a run's config.yaml beside it, and "
+                    "a run would replace it; move it away, or choose another folder"
                 )
         _make(path, exist_ok=True)
         return path
@@ -313,3 +313,5 @@ def forget(run_dir: Path) -> None:
             shutil.rmtree(folder.resolve(), ignore_errors=True)
         if rows.is_symlink():  # to a folder of this run in `client_state.dir`
             rows.unlink()
+        with suppress(OSError):  # the user's own folder may have other files
+            run_dir.rmdir()

@@ -188,8 +188,7 @@ class Server:
         versions = versions_of(self.updated), versions_of(self.sent)
         state = rule.before_round({**self.updated}, self.cohort)
         check_state(rule, "before_round", self.updated, state)
-        for unchanged in versions:
-            check_unchanged(rule, "before_round", unchanged)
+        check_unchanged(rule, "before_round", *versions)
         return state
 
     def update(
@@ -225,10 +224,11 @@ class Server:
             metrics |= step.before(reports, Broadcast(self.state, self.buffers))
         with self._names_errors(rule, "update", round.t, lambda: described_uploads(reports)):
             # A copy, because the state before is compared with what `update` returns.
-            versions = versions_of(self.sent)
+            # The parameters before are compared with those after, also if copies were sent.
+            versions = versions_of({"x": self.state["x"]}), versions_of(self.sent)
             state = rule.update({**self.state}, reports)
             check_update(rule, round.t, self.state, state, reports)
-            check_unchanged(rule, "update", versions)
+            check_unchanged(rule, "update", *versions)
         for step in self.steps:
             state = step.after(self.state, state)
         self.state = self.updated = state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -104,19 +105,19 @@ def versions_of(tensors: State) -> dict[str, tuple[Tensor, int]]:
 
 
 def check_unchanged(
-    rule: ServerRule, method: str, versions: Mapping[str, tuple[Tensor, int]]
+    rule: ServerRule, method: str, *versions: Mapping[str, tuple[Tensor, int]]
 ) -> None:
     """Check that a method has not changed tensors in place.
 
     Args:
         rule: the server rule.
         method: the method that has run.
-        versions: tensors that clients or a checkpoint may still use, with their versions before.
+        *versions: tensors that clients or a checkpoint may still use, with their versions before.
 
     Raises:
         ContractError: it has changed one.
     """
-    for key, (tensor, version) in versions.items():
+    for key, (tensor, version) in chain.from_iterable(part.items() for part in versions):
         if tensor._version != version:
             raise breach(
                 rule,

@@ -100,8 +100,9 @@ def _take(run_dir: Path) -> int:
         try:
             other = _holder(handle, path)
         except ConfigError:  # nobody can lock it
+            if not _facts(handle):  # else a process that could lock it is at work
+                path.unlink(missing_ok=True)
             os.close(handle)
-            path.unlink(missing_ok=True)
             raise
         if other:
             os.close(handle)

@@ -154,8 +154,18 @@ def reraise_stop(error: BaseException) -> None:
 
 
 def _gpu_failed(error: BaseException) -> bool:
-    """Return whether an exception is PyTorch's for errors of CUDA; it need not be imported."""
-    return isinstance(error, getattr(sys.modules.get("torch"), "AcceleratorError", ()))
+    """Return whether an exception is an error of CUDA after which this process has no GPU.
+
+    After others, such as that of a device that does not exist, the GPU goes on.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(error, torch.AcceleratorError):
+        return False
+    try:
+        torch.cuda.synchronize()
+    except Exception as later:
+        return isinstance(later, torch.AcceleratorError)
+    return False
 
 
 @contextmanager

@@ -1095,7 +1095,7 @@ def test_a_run_dir_that_is_taken(small, tmp_path):
     # Of a fork that was killed at its start, or of the user's own project.
     for name in ("checkpoints", "source", "requirements.txt", "parameters.safetensors"):
         (taken / name).mkdir()
-        with pytest.raises(ConfigError, match=rf"^run_dir: {taken / name} is of no run .* move it"):
+        with pytest.raises(ConfigError, match=rf"^run_dir: {taken / name} is there, .* move it"):
             make_run_dir(plan)
         (taken / name).rmdir()
     assert make_run_dir(plan) == taken

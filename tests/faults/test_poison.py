@@ -22,7 +22,13 @@ POISON = """
 import os
 from dataclasses import dataclass
 
+import torch
+
 from raysim.algorithms.fedavg import FedAvgClient
+
+
+def fail():
+    raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
 
 @dataclass(frozen=True)
@@ -83,13 +89,13 @@ def test_a_dropped_client_is_as_one_that_raised(poisoned, tmp_path, recycled_act
     assert last["system/actors_failed"] == 3 and last["system/server_restarts"] == 0
 
 
-def test_a_gpu_that_fails_is_no_fault_of_its_client(poisoned, tmp_path, recycled_actors):
+def test_a_gpu_that_fails_is_no_fault_of_its_client(
+    poisoned, tmp_path, recycled_actors, monkeypatch
+):
     """After an error of CUDA a process has lost its GPU: another one trains the client."""
     flag = tmp_path / "failed once"
-    how = (
-        f"import torch; open({str(flag)!r}, 'w').close(); "
-        "raise torch.AcceleratorError('CUDA error: unspecified launch failure')"
-    )
+    how = f"open({str(flag)!r}, 'w').close(); torch.cuda.synchronize = fail; fail()"
+    monkeypatch.setattr(torch.cuda, "synchronize", torch.cuda.synchronize)  # is restored
     config = poisoned(how, f"int(task.t) >= 1 and not os.path.exists({str(flag)!r})")
     done = raysim.run(config, resources=RAY)
     assert flag.exists() and done.history[-1]["system/actors_failed"] == 1

@@ -309,6 +309,10 @@ def test_a_dict_that_is_looked_up_by_client_is_refused_on_lanes(config):
             "before_round of server rule 'sendsitsmomentum' changes 'momentum' in place",
         ),
         (
+            {"name": "SendsItsMomentum", "method": "update of x"},
+            "update of server rule 'sendsitsmomentum' changes 'x' in place",
+        ),
+        (
             {"name": "SendsItsMomentum"},
             "update of server rule 'sendsitsmomentum' changes 'm' in place",
         ),

@@ -330,10 +330,18 @@ def test_an_interrupt_outside_of_a_run_is_one():
     reraise_stop(caught(rule))
 
 
-def test_an_error_of_cuda_is_none_of_the_rule():
+def test_an_error_after_which_cuda_fails_is_none_of_the_rule(monkeypatch):
+    error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
     with pytest.raises(torch.AcceleratorError):
-        reraise_stop(torch.AcceleratorError("CUDA error: device-side assert triggered"))
+        reraise_stop(error)
     reraise_stop(torch.OutOfMemoryError("CUDA out of memory"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    reraise_stop(torch.AcceleratorError("CUDA error: invalid device ordinal"))
 
 
 # -- runs in which nothing was trained -------------------------------------------------------------

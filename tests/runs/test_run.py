@@ -673,6 +673,15 @@ def test_what_progress_does_costs_no_round(config, tmp_path):
     whole = raysim.run(config, run_dir=str(tmp_path / "whole"))
     assert resume(tmp_path / "run").digest == whole.digest
 
+    def last(record: dict[str, float]) -> None:
+        if record["round"] == config["rounds"]:
+            raise ValueError("no plot")
+
+    config |= {"checkpoint": {"every": 0}, "run_dir": str(tmp_path / "last")}
+    with pytest.raises(ValueError, match="no plot"):
+        raysim.run(config, progress=last)
+    assert raysim.load(tmp_path / "last").digest == whole.digest
+
 
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory: pytest.TempPathFactory, uri: str) -> Path:

@@ -363,11 +363,13 @@ class SendsItsMomentum(Base):
         return state
 
     def broadcast(self, state):
-        return {"x": state["x"], "m": state["momentum"]}
+        return {"x": state["x"].clone(), "m": state["momentum"]}
 
     def update(self, state, reports):
         if reports.round == 2 and self.method == "update":
             state["momentum"].mul_(0.5)
+        if reports.round == 2 and self.method == "update of x":
+            state["x"].mul_(0.5)
         return {**state, "x": state["x"] - reports.mean("delta")}
 
 
