@@ -7,6 +7,7 @@ They belong to the process, so one thread at a time uses them.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,22 +24,32 @@ _USED = threading.RLock()
 """Held by the thread that uses the generators."""
 
 
+def _unlocked_in_fork() -> None:
+    """Take a new lock in a fork, in which the thread that holds the old one is missing."""
+    global _USED
+    _USED = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlocked_in_fork)
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Let one thread of this process at a time into the block; the others wait.
 
     The thread inside may enter it again, such as in a function that a run calls.
     """
-    if not _USED.acquire(blocking=False):
+    used = _USED
+    if not used.acquire(blocking=False):
         logger.warning(
             "another thread of this process trains, and this one waits for it; to train at the "
             "same time, use raysim.sweep, or a process for each run"
         )
-        _USED.acquire()
+        used.acquire()
     try:
         yield
     finally:
-        _USED.release()
+        used.release()
 
 
 @dataclass(frozen=True)

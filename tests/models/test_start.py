@@ -92,6 +92,8 @@ def test_weights_are_those_of_the_part_with_the_most_names():
     torch.save(source, "weights.pt")
     load_weights(net, "weights.pt", ["1"])
     assert all(torch.equal(net.body.state_dict()[name], value) for name, value in source.items())
+    with pytest.raises(ConfigError, match=r"no tensor of the net matches '3'; .*body\.3\.weight"):
+        load_weights(net, "weights.pt", ["1", "3"])  # which would be loaded, as body.3
 
 
 def test_weights_of_hugging_face_may_be_those_of_a_part(monkeypatch: Any):

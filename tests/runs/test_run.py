@@ -11,12 +11,14 @@ from __future__ import annotations
 import csv
 import hashlib
 import logging
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import sys
 import textwrap
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +52,7 @@ from raysim.runs import run as experiment
 from raysim.runs.result import RunResult
 from raysim.runs.resume import reopen, resume
 from raysim.server.first_broadcast import first_broadcast, shapes_of_first_broadcast
+from raysim.system.global_generators import one_thread
 from raysim.tracking import mlflow_client
 from raysim.tracking.spool import Tail
 
@@ -652,6 +655,33 @@ def test_runs_in_threads_are_those_of_one_after_the_other(config, caplog):
     assert "another thread of this process trains" in caplog.text
     nested = call(progress=lambda record: call(seed=1).digest != expected[1])
     assert nested.digest == expected[0] and not nested.stopped
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_lacks():
+    """Of the threads of a process, a fork has the one that forked."""
+    entered, ended = threading.Event(), threading.Event()
+
+    def trains() -> None:
+        with one_thread():
+            entered.set()
+            ended.wait(60)
+
+    thread = threading.Thread(target=trains)
+    thread.start()
+    entered.wait(60)
+
+    def enters() -> None:
+        with one_thread():
+            pass
+
+    fork = multiprocessing.get_context("fork").Process(target=enters)
+    fork.start()
+    fork.join(30)
+    code = fork.exitcode
+    fork.kill()
+    ended.set()
+    thread.join()
+    assert code == 0
 
 
 def test_what_progress_does_costs_no_round(config, tmp_path):

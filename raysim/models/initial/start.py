@@ -66,7 +66,9 @@ def load_weights(net: nn.Module, source: str, skip: Sequence[str] = ()) -> None:
     in_base = base_names(net)
     if _contain_adapters(loaded, net_tensors.keys() - in_base.keys()):
         in_base = {}
-    _check_skipped(skip, [*net_tensors, *in_base.values(), *loaded], net_tensors)
+    # By the names that the tensors of the file have in the net, or keep if the net has none.
+    of_file = in_part(loaded, in_base.values() if in_base else net_tensors)
+    _check_skipped(skip, [*net_tensors, *in_base.values(), *of_file], net_tensors)
     if in_base:
         loaded = _without_skipped(in_part(loaded, in_base.values()), skip)
         loaded = _with_names_of(in_base, loaded)

@@ -56,6 +56,9 @@ METHODS_NOT_OVERRIDDEN = (
 class PooledTrainer(LoopTrainer):
     """Trains the clients of a block as one gradient, or one after the other if that fails."""
 
+    has_warned = False
+    """Whether a block was trained client by client, although none of its clients failed."""
+
     def add_block(
         self, broadcasts: Mapping[int, Broadcast], block: Block, total: UploadSum
     ) -> None:
@@ -82,7 +85,10 @@ class PooledTrainer(LoopTrainer):
                 f"batching.mode: one gradient of {len(updates)} clients fails: {failure}; resume "
                 "the run when there is more memory, or use a smaller batching.size, with --fork"
             )
-        logger.warning(
+        level = logging.DEBUG if self.has_warned else logging.WARNING
+        self.has_warned = True
+        logger.log(
+            level,
             "block %d is trained client by client, as batching.mode=loop does: %s",
             block.index,
             failure,
@@ -113,7 +119,8 @@ def _lacks_memory(error: BaseException) -> bool:
     """Return whether an error says that memory cannot be allocated, on a GPU or not."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return re.search("allocate memory|ALLOC_FAILED", str(error)) is not None
+    said = "allocate memory|ALLOC_FAILED|out of memory|not enough memory|bad_alloc"
+    return re.search(said, str(error)) is not None
 
 
 def gradient(bound: BoundModel, buffers: Tensor, pool: PooledBatch) -> tuple[Tensor, list[float]]:
