@@ -7,6 +7,7 @@ is a mistake or an attack, and is refused before it is built.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, is_dataclass
@@ -140,7 +141,7 @@ _document = lru_cache(maxsize=4)(load_yaml)
 def plain(value: Any) -> Any:
     """Return a value as YAML holds it: numbers, texts, lists, and mappings with such keys.
 
-    Tuples and sets become lists, dataclasses mappings, and paths texts.
+    Tuples and sets become lists, dataclasses mappings, paths texts, and NumPy scalars numbers.
 
     Args:
         value: a value of a configuration.
@@ -148,6 +149,9 @@ def plain(value: Any) -> Any:
     Raises:
         ValueError: YAML cannot hold the value.
     """
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        value = value.item()
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, set | frozenset):

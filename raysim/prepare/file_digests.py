@@ -397,7 +397,7 @@ def _of_path(path: Path, key: str) -> str:
         if not path.is_dir():
             return _of_file(str(path), *_state(path))
         whole = hashlib.sha256()
-        for file in sorted(_files_below(path)):
+        for file in sorted(filter(Path.is_file, path.rglob("*"))):
             whole.update(
                 f"{file.relative_to(path)}\n{_of_file(str(file), *_state(file))}\n".encode()
             )
@@ -406,18 +406,6 @@ def _of_path(path: Path, key: str) -> str:
         raise ConfigError(
             f"{key}: {error.filename or path} cannot be read: {error.strerror}"
         ) from None
-
-
-def _files_below(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
-    """Yield the files of a folder, also those below links to other folders than the ones above."""
-    real = os.path.realpath(folder)
-    if real in above:
-        return
-    for path in folder.iterdir():
-        if path.is_dir():
-            yield from _files_below(path, (*above, real))
-        elif path.is_file():
-            yield path
 
 
 def _state(path: Path) -> tuple[int, int, int]:

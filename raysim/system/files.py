@@ -190,6 +190,8 @@ def refuse_links(folder: Path, allowed: Iterable[str] = ()) -> None:
     for place, folders, names in os.walk(folder):
         if Path(place) == folder:
             folders[:] = [name for name in folders if name not in allowed]
+            # A link whose folder is gone counts as a file.
+            names = [name for name in names if name not in allowed]
         for name in (*folders, *names):
             path = Path(place, name)
             if path.is_symlink():

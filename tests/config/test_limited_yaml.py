@@ -6,6 +6,7 @@ import math
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -176,6 +177,7 @@ def test_plain_values_are_read_back_as_they_were_written():
     value = {"a": {2: 2.0, 0.5: None, True: "1e-3"}, "b": [math.inf, -math.inf], "c": "2024-01-02"}
     assert limited_yaml.load_yaml(limited_yaml.dump_yaml(value)) == value
     assert math.isnan(limited_yaml.load_yaml(limited_yaml.dump_yaml(math.nan)))
+    assert limited_yaml.plain([np.int64(1), np.float32(0.5), np.bool_(True)]) == [1, 0.5, True]
     assert limited_yaml.plain({"a": (1, {"c", "b"}), "d": Path("e")}) == {
         "a": [1, ["b", "c"]],
         "d": "e",

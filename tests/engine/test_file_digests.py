@@ -336,15 +336,6 @@ def test_weights_that_are_a_folder(files, small):
     assert prepare(small, {"algorithm.table": "w"}).config.fingerprint != first.fingerprint
 
 
-def test_links_to_folders_are_followed_and_circles_end(files, small):
-    (files / "w").mkdir()
-    (files / "w" / "circle").symlink_to(files / "w")
-    (files / "w" / "deep").symlink_to(files / "parts")
-    before = prepare(small, {"algorithm.table": "w"}).config.fingerprint
-    (files / "parts" / "unused.py").write_text("# edited")
-    assert prepare(small, {"algorithm.table": "w"}).config.fingerprint != before
-
-
 READERS = """
 from dataclasses import dataclass
 from pathlib import Path

@@ -640,9 +640,12 @@ def test_a_run_that_wandb_follows_is_resumed(config, tmp_path):
     logs.with_name("latest-run").symlink_to(logs.name)
     (logs / "debug.log").symlink_to("debug-internal.log")
     assert resume(tmp_path / "run", {"rounds": 4}).rounds == 4
+    shutil.rmtree(logs.parent)
+    logs.parent.symlink_to(tmp_path / "gone")  # as the link to rows whose disk was cleared
+    assert resume(tmp_path / "run", {"rounds": 5}).rounds == 5
     (tmp_path / "run" / "clients").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match=r"run/clients: is a symbolic link"):
-        resume(tmp_path / "run", {"rounds": 5})
+        resume(tmp_path / "run", {"rounds": 6})
 
 
 def test_runs_in_threads_are_those_of_one_after_the_other(config, caplog):
