@@ -1,4 +1,4 @@
-"""Where the blocks of failed workers are trained again, on a pool without Ray."""
+"""Which worker retries the blocks of a failed worker. The pool is a fake without Ray."""
 
 from __future__ import annotations
 

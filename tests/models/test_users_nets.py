@@ -186,7 +186,7 @@ def with_activation(shape, classes, last: nn.Module | None = None) -> nn.Module:
     [(of_a_type_for_checkers, {"width": 4}), (with_activation, {"last": "Tanh"})],
 )
 def test_annotations_that_say_nothing_here_are_not_checked(make, keys):
-    """Of a name that only a type checker imports; of a type that no configuration has."""
+    """One names a type that only type checkers import, the other an nn.Module."""
     assert run({"name": make, **keys}, DATA, PARTS, 1).config.model.parameters == keys
 
 

@@ -661,7 +661,7 @@ def test_runs_in_threads_are_those_of_one_after_the_other(config, caplog):
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_it_lacks():
-    """Of the threads of a process, a fork has the one that forked."""
+    """A forked process has only the thread that called fork."""
     entered, ended = threading.Event(), threading.Event()
 
     def trains() -> None:

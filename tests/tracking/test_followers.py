@@ -107,7 +107,7 @@ def test_a_resumed_run_shows_each_round_once(folder: Path):
 
 @pytest.mark.parametrize("later", [False, True])
 def test_rounds_that_are_trained_again_replace_those_of_a_killed_run(folder: Path, later: bool):
-    """Whether TensorBoard follows the run, or gets its records only afterwards."""
+    """In both cases: TensorBoard follows the run, or gets its records afterwards."""
     also = {} if later else {"tracking.also": "tensorboard"}
 
     def kill(record: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Whether a net and its loss have deterministic kernels on a GPU, tried on that GPU."""
+"""Check on the GPU of a run that a net and its loss have deterministic kernels."""
 
 from __future__ import annotations
 

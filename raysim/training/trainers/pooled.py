@@ -57,7 +57,7 @@ class PooledTrainer(LoopTrainer):
     """Trains the clients of a block as one gradient, or one after the other if that fails."""
 
     has_warned = False
-    """Whether a block was trained client by client, although none of its clients failed."""
+    """Whether the warning that pooling failed has been logged; later ones are debug messages."""
 
     def add_block(
         self, broadcasts: Mapping[int, Broadcast], block: Block, total: UploadSum
