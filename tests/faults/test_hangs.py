@@ -78,7 +78,7 @@ class Hanging(RayExecutor):
             if kind == "client"
             else getattr(self.pool, kind)
         )
-        os.kill(self.pool.supervisor.process(actor)[1].pid, signal.SIGSTOP)
+        os.kill(pid_of(self.pool, actor), signal.SIGSTOP)
 
 
 def test_actors_that_hang_are_replaced(uri, tmp_path, monkeypatch, caplog):
@@ -113,7 +113,7 @@ class ServerDies(Hanging):
     """The executor over Ray, whose server is killed."""
 
     def stop(self, kind: str) -> None:
-        os.kill(pid_of(self, self.pool.server), signal.SIGKILL)
+        os.kill(pid_of(self.pool, self.pool.server), signal.SIGKILL)
 
 
 def test_a_server_that_dies_is_no_death_of_the_workers(uri, tmp_path, monkeypatch):

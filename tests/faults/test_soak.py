@@ -52,7 +52,7 @@ def test_nothing_grows_in_two_thousand_rounds(local_ray, uri, tmp_path, monkeypa
             actors = {f"client {i}": worker.actor for i, worker in made[0].pool.workers.items()}
             pool = made[0].pool
             actors |= {"server": pool.server, "eval": pool.eval}
-            pids.update({name: pid_of(made[0], a) for name, a in actors.items()})
+            pids.update({name: pid_of(made[0].pool, a) for name, a in actors.items()})
             pids["driver"] = os.getpid()
             pids["raylet"] = int(
                 Path(f"/proc/{pids['server']}/stat").read_text().rpartition(")")[2].split()[1]

@@ -983,9 +983,7 @@ def test_a_killed_actor_does_not_show(on_ray, config, tmp_path):
     def kill(executor: Any, t: int) -> None:
         if t == 0:
             pool = executor.pool
-            everyone.extend(
-                pid_of(executor, a) for a in (*clients(executor), pool.server, pool.eval)
-            )
+            everyone.extend(pid_of(pool, a) for a in (*clients(executor), pool.server, pool.eval))
         if t == 2:
             os.kill(everyone[0], signal.SIGKILL)
 
@@ -1027,7 +1025,7 @@ def test_work_that_is_kept_back_does_not_show(on_ray, config, tmp_path, monkeypa
 
     def look(executor: Any, t: int) -> None:
         if killed and t == 2:
-            os.kill(pid_of(executor, clients(executor)[0]), signal.SIGKILL)
+            os.kill(pid_of(executor.pool, clients(executor)[0]), signal.SIGKILL)
 
     helped: list[int] = []
     next_batch = BlockScheduler.next_batch
@@ -1080,7 +1078,7 @@ def test_who_takes_too_long_or_is_lost_is_named(local_ray, config, source, monke
         why = r"in round 8, with 2 blocks: it has worked on one call for 2 s \(resources\.call_timeout\)"
         for number in (0, 1):
             assert re.search(rf"ClientActor {number} failed \({why}\)", "\n".join(said)), said
-        server = pid_of(executor, executor.pool.server)
+        server = pid_of(executor.pool, executor.pool.server)
         ray_kill(executor.pool.server)
         until(lambda: not Path(f"/proc/{server}").exists(), 30, "the server lives on")
         with pytest.raises(RaysimError, match=r"the server's state failed"):

@@ -79,11 +79,10 @@ def catches(pid: int, number: signal.Signals) -> bool:
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
-def pid_of(executor: Any, actor: Any) -> int:
-    """Return the process of an actor, which its first heartbeat names."""
-    supervisor = executor.pool.supervisor
-    until(lambda: supervisor.process(actor) is not None, 60, "an actor sends no heartbeat")
-    return supervisor.process(actor)[1].pid
+def pid_of(pool: Any, actor: Any) -> int:
+    """Return the process of an actor, which its first heartbeat names; wait for that one."""
+    until(lambda: pool.supervisor.process(actor), 60, "an actor sends no heartbeat")
+    return pool.supervisor.process(actor)[1].pid
 
 
 def processes_with_mark(mark: str) -> list[int]:

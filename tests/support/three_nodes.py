@@ -35,6 +35,7 @@ from raysim.distributed.ray_executor import RayExecutor
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.prepare.resolve import prepare
 from raysim.runs import run as experiment
+from support.processes import pid_of
 from support.recycled import Recycling
 
 STRUCK = 3
@@ -91,9 +92,7 @@ class StruckPool(WorkerPool):
         return aggregator
 
     def stop(self, actor: Any) -> None:
-        there = self.supervisor.process(actor)
-        assert there is not None
-        os.kill(there[1].pid, signal.SIGSTOP)
+        os.kill(pid_of(self, actor), signal.SIGSTOP)
 
 
 class Struck(RayExecutor):
