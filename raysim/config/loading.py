@@ -237,7 +237,7 @@ def nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
         overrides: values by key. Where two set the same, the longer key counts.
     """
     layer: dict[str, Any] = {}
-    for key, value in overrides.items():
+    for key, value in sorted(overrides.items(), key=lambda entry: entry[0].count(".")):
         if key.count(".") >= limited_yaml.MAX_NESTING_DEPTH:
             raise ConfigError(
                 f"override '{key}': more than {limited_yaml.MAX_NESTING_DEPTH} sections inside "
@@ -251,9 +251,8 @@ def nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
             # A copy: the caller may lay the same value under other overrides too.
             place[part] = place = dict(inner)
         value, before = _section(value, path), place.get(path[-1])
-        if isinstance(value, Mapping):
-            longer = before if isinstance(before, Mapping) else {}
-            value = merge_layers(value, longer, lambda section, old, new: (), path)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            value = merge_layers(before, value, lambda section, old, new: (), path)
         place[path[-1]] = value
     return layer
 

@@ -20,7 +20,7 @@ from raysim.engine.plan import (
 from raysim.engine.probes import guarded, name_of
 from raysim.errors import ConfigError, ProbeError
 from raysim.metrics import reserved_prefixes
-from raysim.rules.methods import registry
+from raysim.rules.methods.parameters import build_part
 from raysim.spelling import did_you_mean
 from raysim.system.signals import failing_as
 
@@ -118,7 +118,7 @@ def _user_probe(key: str, named: Named) -> Probe:
     if not (isinstance(cls, type) and issubclass(cls, Probe)):
         raise ConfigError(f"{key}.name: '{named.name}' is not a Probe; derive it from raysim.Probe")
     _check_probe_class(key, cls)
-    checked = registry.build_part(key, cls, named.parameters)
+    checked = build_part(key, cls, named.parameters)
     failed = f"{key}.name: {cls.__name__} cannot be built"
     with failing_as(lambda why: ConfigError(f"{failed}: {why}")):
         # Build it again: pydantic does not call an `__init__` that the class defines.

@@ -12,7 +12,7 @@ from raysim.config.schema import Config
 from raysim.data import Dataset
 from raysim.errors import ConfigError
 from raysim.metrics import declare_own, name_taken
-from raysim.rules.methods.registry import build_part
+from raysim.rules.methods.parameters import build_part
 from raysim.rules.tasks.function_metric import FunctionMetric, name_of_function
 from raysim.rules.tasks.learning_task import METHOD_METRICS, LearningTask, TaskData, TaskMetric
 from raysim.rules.tasks.loss_task import LIKE, make_loss_task, task_like

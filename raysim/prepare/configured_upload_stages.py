@@ -17,7 +17,7 @@ from raysim.randomness import generator
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
 from raysim.rules.errors.user_code import translate_errors
-from raysim.rules.methods.registry import build_part
+from raysim.rules.methods.parameters import build_part
 from raysim.rules.upload_stages import STAGES, UploadStage, WireFormat
 from raysim.rules.uploads import Upload, declared
 from raysim.spelling import did_you_mean

@@ -14,7 +14,7 @@ from raysim.errors import ConfigError, RaysimError, round_name
 from raysim.rules.client_sampling import ClientPool, ClientSampling, client_numbers
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
 from raysim.rules.errors.user_code import translate_errors
-from raysim.rules.methods.registry import build_part
+from raysim.rules.methods.parameters import build_part
 
 SECTION = "schedule.sampling"
 """The section of the configuration that names the sampling."""

@@ -224,6 +224,18 @@ def test_only_sections_are_shortened_to_their_names():
     assert nested["local"]["optimizer"] == {"name": "adam", "betas": [0.5, 0.9]}
 
 
+@pytest.mark.parametrize(
+    "two",
+    [
+        ("client={mu: 0.1}", "client.name=fedprox"),
+        ("client={name: fedprox, mu: 0.5}", "client.mu=0.1"),
+    ],
+)
+def test_of_two_overrides_the_longer_key_counts_in_any_order(two):
+    for overrides in (two, two[::-1]):
+        assert layers({}, *overrides)["client"] == {"name": "fedprox", "mu": 0.1}
+
+
 def test_a_value_that_is_laid_under_several_configurations_stays_as_it_is():
     shared: dict[str, Any] = {"optimizer": {"name": "adam"}}
     for point in ({"local": shared, "local.optimizer.betas": [0.5, 0.9]}, {"local": shared}):

@@ -9,7 +9,8 @@ import pytest
 
 from raysim.errors import ConfigError
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
-from raysim.rules.methods.registry import build_part, discover
+from raysim.rules.methods.parameters import build_part
+from raysim.rules.methods.registry import discover
 from raysim.rules.upload_stages import STAGES
 
 discover()

@@ -140,12 +140,13 @@ class Mine({base}):
 """
 UPDATE = "    def update(self, state, reports): return state"
 UNREADABLE = [
-    ("float = None", "input should be a valid number (given: null); Mine holds this itself, and a "
-     "resumed run reads it: annotate it as float | None"),
-    ("int = 0.1", "reads it: give it a default that int allows, or None with int | None"),
-    ("float = math.inf", "reads it: give it a default that float allows"),
+    ("float = None", "input should be a valid number (given: null) (Mine holds this itself, and a "
+     "resumed run reads it: change the default, or annotate the field as what it holds, such as "
+     "float | None)"),
+    ("int = 0.1", "fractional part (given: 0.1) (Mine holds this itself"),
+    ("float = math.inf", "a finite number (given: inf) (Mine holds this itself"),
     ("object = (0.9, 1)", "Mine has (0.9, 1) there, which a resumed run would read as [0.9, 1]; "
-     "annotate it as tuple[float | int, ...]"),
+     "annotate the field as a tuple of what it holds"),
 ]  # fmt: skip
 
 
@@ -172,7 +173,7 @@ def test_fields_of_tasks_and_stages_are_read_back_too(section, base_class, body,
     config = mine(code)
     path = config.pop("algorithm")["name"]
     text = refused(config, {"algorithm": "fedavg", section: path})
-    assert text.startswith(section) and text.endswith("annotate it as float | None")
+    assert text.startswith(section) and text.endswith("such as float | None)")
 
 
 def test_a_default_is_what_its_annotation_reads(mine):

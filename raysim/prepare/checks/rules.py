@@ -24,6 +24,7 @@ from raysim.prepare.checks.privacy import check_privacy
 from raysim.rules.contract import ClientRule, ServerRule, half_of, overridden
 from raysim.rules.errors.user_code import translate_errors
 from raysim.rules.methods import registry
+from raysim.rules.methods.parameters import build_part
 from raysim.rules.rule import SHIPPED_PACKAGE, Problem, family, place_of_metric
 from raysim.rules.uploads import declared, with_mode
 from raysim.system import startup_stages
@@ -347,7 +348,7 @@ def _fix_for_attackers(key: str, server: ServerRule, needed: float, problem: Pro
     section = key.partition(".")[0]
     values = {f.name: getattr(server, f.name) for f in fields(server)}
     try:
-        rule = registry.build_part(section, type(server), {**values, server.attackers_key: needed})
+        rule = build_part(section, type(server), {**values, server.attackers_key: needed})
         rule.check(problem)
     except (ConfigError, ValueError) as error:
         return f"{key}={needed:g} is refused ({error})"

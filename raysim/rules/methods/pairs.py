@@ -15,9 +15,9 @@ from raysim.errors import ConfigError, errors_begin
 from raysim.rules.contract import Algorithm, ClientRule, ServerRule, half_of, overridden
 from raysim.rules.errors.user_code import class_defined_at
 from raysim.rules.methods.misspelled_methods import public_names, untyped
+from raysim.rules.methods.parameters import build_part
 from raysim.rules.methods.registry import (
     RULES,
-    build_part,
     discover,
     find_rule,
     hyperparameter_names,

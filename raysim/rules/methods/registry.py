@@ -16,13 +16,9 @@ import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, Literal
 
 from raysim.config import entry_points
-from raysim.config.explain import annotation_types, explain_validation_error, misplaced_switch
-from raysim.config.limited_yaml import are_same, plain
 from raysim.config.objects import python_objects
 from raysim.config.references import load_file, load_object, place_of
 from raysim.config.schema import FEDAVG, GENERAL
@@ -38,15 +34,8 @@ from raysim.rules.contract import (
     half_of,
 )
 from raysim.rules.errors.user_code import class_defined_at
-from raysim.rules.methods.misspelled_methods import (
-    refuse_missing_methods,
-    refuse_misspelled_methods,
-    refuse_untyped_fields,
-    untyped,
-)
 from raysim.rules.rule import Rule, family
-from raysim.spelling import did_you_mean, lacking
-from raysim.system.signals import failing_as
+from raysim.spelling import did_you_mean
 
 REGISTRIES: Mapping[str, Mapping[str, Any]] = {
     "client": CLIENT_RULES,
@@ -375,131 +364,3 @@ def algorithm_defaults(name: str) -> Mapping[str, Any]:
         return find_rule("algorithm", name).defaults
     except ConfigError:  # `resolve_rules` reports it, with all the rest
         return {}
-
-
-def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
-    """Build a dataclass from a section's parameters, checked against its annotations.
-
-    Args:
-        section: the section's key, which errors name, such as "client".
-        cls: the dataclass; its fields are the keys that the section may have.
-        parameters: the section's parameters, without `name`.
-
-    Returns:
-        An instance of `cls`; fields that are not given have their defaults, as their annotations
-        read them.
-
-    Raises:
-        ConfigError: a parameter is unknown, or has a wrong value; or a resumed run would not read
-            it back from config.yaml. It names the key.
-    """
-    refuse_misspelled_methods(cls, section)
-    refuse_untyped_fields(cls, section)
-    refuse_missing_methods(cls, section)
-    known = hyperparameter_names(cls)
-    if "name" in known:
-        raise ConfigError(
-            f"{section}.name: {cls.__name__} has the field 'name', but a section's name is that of "
-            "its class; give the field another name, or write it as name: ClassVar[str] = ..."
-        )
-    for key in lacking(parameters, known):
-        hint = untyped([cls], key) or did_you_mean(key, known)
-        raise ConfigError(f"{section}.{key}: unknown key of {cls.__name__}{hint}")
-    return _read_again(section, _read(section, cls, parameters))
-
-
-def _read(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
-    """Return a dataclass with the parameters that a section has; others have their defaults."""
-    kinds = get_type_hints(cls)
-    for key, value in parameters.items():
-        # pydantic would take true for 1
-        if switch := misplaced_switch(value, annotation_types(kinds[key])):
-            raise ConfigError(f"{section}.{key}: {switch} is neither a number nor a word")
-    failed = f"{section}.name: {cls.__name__} cannot be built"
-    try:
-        with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ValidationError,)):
-            return _adapter(cls).validate_python(dict(parameters))
-    except ValidationError as error:
-        raise ConfigError(explain_validation_error(error, parameters, cls, f"{section}.")) from None
-
-
-@functools.lru_cache(maxsize=64)  # users' classes are loaded again and again in a notebook
-def _adapter(cls: type) -> TypeAdapter:
-    """Return the adapter that builds a dataclass, which takes milliseconds to make."""
-    return TypeAdapter(cls)
-
-
-def _read_again(section: str, built: Any) -> Any:
-    """Return a dataclass as a resumed run builds it, from the values of all fields in config.yaml.
-
-    One that would have other values there is refused.
-    """
-    name = type(built).__name__
-    written = {}
-    for entry in dataclasses.fields(built):
-        value = getattr(built, entry.name)
-        if not entry.init:
-            raise ConfigError(
-                f"{section}.name: {name} has the field '{entry.name}' with init=False; "
-                "make it a property, since a configuration has all fields"
-            )
-        try:
-            written[entry.name] = plain(value)
-        except ValueError:
-            raise ConfigError(
-                f"{section}.name: {name} has the field '{entry.name}' with a "
-                f"{type(value).__name__}, which a configuration cannot have; make it in a method, "
-                "or a global constant"
-            ) from None
-    try:
-        again = _read(section, type(built), written)
-    except ConfigError as error:
-        raise _unreadable(section, built, str(error).partition("\n")[0]) from None
-    for key in written:
-        value, read = getattr(built, key), getattr(again, key)
-        # An annotation may read a list as a tuple; what YAML cannot hold is lost before.
-        is_plain = are_same(value, written[key]) and not hasattr(built, "__post_init__")
-        if not is_plain and not are_same(value, read):
-            fix = f"annotate it as {_annotation_of(value)}"
-            if hasattr(built, "__post_init__"):
-                fix += ", and leave it in __post_init__ as it is"
-            raise ConfigError(
-                f"{section}.{key}: {name} has {value!r} there, which a resumed run would read as "
-                f"{read!r}; {fix}"
-            )
-    return again
-
-
-def _unreadable(section: str, built: Any, problem: str) -> ConfigError:
-    """Return the error for a field that holds what its annotation refuses."""
-    key = problem.removeprefix(f"{section}.").partition(":")[0].partition(".")[0]
-    if key not in hyperparameter_names(type(built)):  # of __post_init__
-        return ConfigError(
-            f"{problem} (from the values of its own fields, as a resumed run has them)"
-        )
-    kind = inspect.formatannotation(get_type_hints(type(built))[key])
-    fix = f"give it a default that {kind} allows, or None with {kind} | None"
-    if getattr(built, key, ...) is None:
-        fix = f"annotate it as {kind} | None"
-    return ConfigError(
-        f"{problem}; {type(built).__name__} holds this itself, and a resumed run reads it: {fix}"
-    )
-
-
-def _annotation_of(value: Any) -> str:
-    """Return the annotation of a field by which a value is read back as it was."""
-    name = type(value).__name__
-    match value:
-        case None:
-            return "None"
-        case tuple():
-            return f"tuple[{_annotation_of_all(value)}, ...]"
-        case Mapping():
-            return f"dict[{_annotation_of_all(value)}, {_annotation_of_all(value.values())}]"
-        case list() | set() | frozenset():
-            return f"{name}[{_annotation_of_all(value)}]"
-    return name
-
-
-def _annotation_of_all(values: Iterable[Any]) -> str:
-    return " | ".join(sorted(set(map(_annotation_of, values)))) or "Any"
