@@ -6,9 +6,11 @@ local loss adds lam times the mean squared difference between an example's logit
 class. Unknown logits are NaN. The logits are those of the client's last model, in evaluation; the
 paper takes means over the local steps.
 
-The paper has a cross-entropy in place of the squared difference. So has PFLlib, at d832e76 with
-the mean logits themselves as targets; earlier versions had their softmax, or this squared
-difference. It takes them over the local steps, and averages the clients' means without counts.
+In the paper the teacher of a client is the mean over the other clients; here, as in PFLlib, its own
+logits count too, so a class that it alone has is pulled to its earlier logits. The paper has a
+cross-entropy in place of the squared difference. So has PFLlib, at d832e76 with the mean logits
+themselves as targets; earlier versions had their softmax, or this squared difference. It takes them
+over the local steps, and averages the clients' means without counts.
 
 Run: raysim run quickstart algorithm=feddistill partition.test.fraction=0.2 evaluate.every=0
 evaluate.clients.every=20

@@ -10,8 +10,9 @@ examples of the last round's clients.
               clients' models; then averages the models
 
 In the first round there is no generator's loss. The state of Adam starts anew in each round. The
-authors' code has a BatchNorm in the generator, uniform noise, weights of the clients for each
-class, a term for diversity, and clients that also follow their own outputs on generated features.
+authors' code keeps it; has the sum of the clients' cross-entropies in place of that of their mean
+logits, a BatchNorm in the generator, uniform noise, weights of the clients for each class, a term
+for diversity, and clients that also follow their own outputs on generated features.
 
 Run: raysim run quickstart algorithm=fedgen
 """

@@ -60,10 +60,10 @@ def largest_cluster(features):
     from sklearn.cluster import MeanShift, estimate_bandwidth  # slow to import
 
     width = estimate_bandwidth(features, quantile=0.5, n_samples=50, random_state=0)
-    if width < 1e-9:  # at least half of the rows are the same, or there are fewer than 4
+    if width < 1e-9:  # each row has K // 2 that are the same, itself among them
         same = (abs(features[:, None] - features) < 1e-9).all(2)
         counts = same.sum(1)
-        return same[counts.argmax()] if counts.max() > 1 else counts > 0
+        return counts == counts.max()  # halves are equally large, and both are kept
     labels = MeanShift(bandwidth=width, cluster_all=False).fit(features).labels_
     return labels == np.bincount(labels[labels >= 0]).argmax()
 

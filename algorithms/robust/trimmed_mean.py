@@ -1,7 +1,8 @@
 """Trimmed mean (Yin et al., ICML 2018).
 
 In each coordinate the share beta of the largest and the share beta of the smallest values is left
-out. The server makes its step along the mean of the rest.
+out, rounded to whole values (halves to even ones). The server makes its step along the mean of the
+rest.
 
 Run: raysim run quickstart algorithm=trimmed_mean algorithm.beta=0.2
 """

@@ -16,7 +16,8 @@ The authors' code maps U to [0, 1] over the clients before it adds the second te
 paper's formula, n and the loss decide how much the second one counts. It cuts off at 95 % of the
 utility of the client after the last one by rank. It compares the W rounds every W rounds only,
 takes for T a percentile of the durations that grows if the sums differ by less than 10 %, and
-prefers large clients among the unseen, as the paper does fast ones if they are known.
+prefers large clients among the unseen, as the paper does fast ones if they are known. `clip` leaves
+clients of the blacklist out, and the number of the seen is rounded down.
 
 Run: raysim run quickstart algorithm=oort schedule.client_speeds=lognormal
 """

@@ -109,6 +109,18 @@ def test_the_order_of_clients_does_not_matter(name):
         assert all(near(each, moved[0]) for each in moved)
 
 
+def test_the_first_of_two_equal_clusters_does_not_win():
+    server = rule("robust/signguard.py:SignGuardServer", share=1.0)
+    signs = np.array([[1], [1], [-1], [-1]])
+    deltas = signs * np.arange(1.0, 8) * np.array([[1.0], [1.1], [1.2], [1.3]])
+    state = server.init(torch.zeros(7, dtype=torch.float64), None)
+    moved = [
+        server.update(state, reports(deltas[order]))["x"].numpy()
+        for order in ([0, 1, 2, 3], [3, 2, 1, 0])
+    ]
+    assert near(*moved)
+
+
 CHOOSING: dict[str, dict[str, Any]] = {
     "bulyan.py:BulyanServer": {"attackers": 2},
     "krum.py:KrumServer": {"attackers": 2, "m": 3},
