@@ -576,9 +576,7 @@ class Mine({side}):
 @pytest.mark.parametrize(
     ("side", "name", "unit", "known"),
     [
-        ("Server", "weights_entropy", "bits", "nats"),
         ("Server", "preferred_duration", "s", ""),
-        ("Server", "weights_entropy", "nats", None),
         ("Server", "my_entropy", "bits", None),
         ("Client", "weights_entropy", "bits", None),
     ],
@@ -595,6 +593,13 @@ def test_a_metric_of_raysim_keeps_its_unit(side, name, unit, known, mine):
         f"server rule 'mine' logs '{name}' with the unit '{unit}', but raysim has a metric "
         f"server/{name} with the unit '{known}' (" in refused(config)
     )
+
+
+def test_a_metric_of_the_engine_is_refused_before_the_run(mine):
+    code = LOGS.format(side="FedAvgServer", name="weights_entropy", unit="nats")
+    config = mine(code)
+    config |= {"server": config.pop("algorithm")["name"], "client": "fedavg"}
+    assert "raysim logs server/weights_entropy itself (entropy of" in refused(config)
 
 
 def test_a_limit_of_another_kind_of_staleness_is_refused(mine):

@@ -18,7 +18,7 @@ from raysim.config.sections.schedule import Sync, UniformSampling
 from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.data.partition.groups import local_of_groups
 from raysim.errors import ConfigError, errors_begin
-from raysim.metrics import find_metric
+from raysim.metrics import find_metric, is_of_engine
 from raysim.models.flat import Model
 from raysim.prepare.checks.privacy import check_privacy
 from raysim.rules.contract import ClientRule, ServerRule, half_of, overridden
@@ -42,13 +42,20 @@ ALIKE = 1.1
 """Largest ratio of the sizes of clients that an even partition makes, and that no line mentions."""
 
 
-def _check_units(section: str, half: str, rule: ClientRule | ServerRule) -> None:
-    """Raise ConfigError if a rule gives a metric of raysim another unit."""
+def _check_logs(section: str, half: str, rule: ClientRule | ServerRule) -> None:
+    """Raise ConfigError if a rule logs a metric of the engine, or gives one another unit."""
     registry.discover()
     for name, _, unit in rule.logs:
         place = place_of_metric(half, name)
         known = find_metric(place)
-        if known is not None and not known.users_own and known.unit != unit:
+        if known is None or known.users_own:
+            continue
+        if is_of_engine(place):
+            raise ConfigError(
+                f"{section}: {half} rule '{rule.name}' logs '{name}', but raysim logs {place} "
+                f"itself ({known.meaning}); give the metric another name"
+            )
+        if known.unit != unit:
             raise ConfigError(
                 f"{section}: {half} rule '{rule.name}' logs '{name}' with the unit '{unit}', but "
                 f"raysim has a metric {place} with the unit '{known.unit}' ({known.meaning}); give "
@@ -68,7 +75,7 @@ def check_rule(section: str, rule: ClientRule | ServerRule, problem: Problem) ->
         ConfigError: the rule refuses the problem, or its `check` fails.
     """
     half = half_of(rule)
-    _check_units(section, half, rule)
+    _check_logs(section, half, rule)
     for key, upload in declared(getattr(rule, "sends", ())).items():
         if not problem.features and "F" in getattr(upload, "sizes", ()):
             raise ConfigError(
