@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from raysim.config import entry_points
 from raysim.config.distributions import distribution_of
@@ -53,6 +53,7 @@ from raysim.errors import ConfigError
 from raysim.models import build
 from raysim.models.initial.weights import weight_files
 from raysim.rules.methods import registry
+from raysim.rules.rule import field_types
 from raysim.system import files
 
 FileDigests = dict[str, dict[str, str]]
@@ -369,7 +370,7 @@ def _kinds(key: str, name: str) -> Mapping[str, Any]:
     if key == "model":
         parameters = build.net_parameters(name).items()
         return {k: str if p.annotation is p.empty else p.annotation for k, p in parameters}
-    return get_type_hints(registry.find_rule(key, name))
+    return field_types(registry.find_rule(key, name))
 
 
 def _any_text(kind: Any) -> bool:

@@ -15,6 +15,7 @@ import raysim
 from raysim.config.references import load_object
 from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.prepare.resolve import prepare, read_run_config
+from raysim.rules.methods.parameters import build_part
 from raysim.rules.rule import field_types
 
 N, K, LR, ROUNDS = 5, 3, 0.2, 4
@@ -191,10 +192,15 @@ class Checked(ServerRule):
 
 
 def test_schedules_are_found_beside_names_of_type_checkers(source):
+    """And the rule is built; a field whose type is known to type checkers alone is refused."""
     cls = load_object(f"{source('checked', CHECKED)}:Checked", "algorithm.name")
     assert list(field_types(cls)) == ["lr", "weights", "beta"]
     rule = cls(lr=2.0, beta=[[0, 0.5], [3, 0.9]])
     assert (rule.at(2).beta, rule.at(3).beta, rule.at(3).lr) == (0.5, 0.9, 2.0)
+    assert build_part("server", cls, {"beta": 0.25}).beta == 0.25
+    bad = source("unknown", CHECKED.replace("ClassVar[Hashable]", "Hashable"))
+    with pytest.raises(ConfigError, match=r"server\.name: Checked .* 'Hashable' is not defined"):
+        build_part("server", load_object(f"{bad}:Checked", "server.name"), {})
 
 
 SERVERS = [

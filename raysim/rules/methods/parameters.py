@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -19,6 +19,7 @@ from raysim.rules.methods.misspelled_methods import (
     untyped,
 )
 from raysim.rules.methods.registry import hyperparameter_names
+from raysim.rules.rule import field_types
 from raysim.spelling import did_you_mean, lacking
 from raysim.system.signals import failing_as
 
@@ -56,14 +57,15 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
 
 def _read(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
     """Return a dataclass with the parameters that a section has; others have their defaults."""
-    kinds = get_type_hints(cls)
-    for key, value in parameters.items():
-        # pydantic would take true for 1
-        if switch := misplaced_switch(value, annotation_types(kinds[key])):
-            raise ConfigError(f"{section}.{key}: {switch} is neither a number nor a word")
     failed = f"{section}.name: {cls.__name__} cannot be built"
+    passing = ConfigError, ValidationError
     try:
-        with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ValidationError,)):
+        with failing_as(lambda why: ConfigError(f"{failed}: {why}"), passing):
+            kinds = field_types(cls)
+            for key, value in parameters.items():
+                # pydantic would take true for 1
+                if switch := misplaced_switch(value, annotation_types(kinds[key])):
+                    raise ConfigError(f"{section}.{key}: {switch} is neither a number nor a word")
             return _adapter(cls).validate_python(dict(parameters))
     except ValidationError as error:
         raise ConfigError(explain_validation_error(error, parameters, cls, f"{section}.")) from None
