@@ -11,6 +11,7 @@ Two quantities are measured for the clients of a round:
 from __future__ import annotations
 
 import json
+import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -174,8 +175,7 @@ class ForgettingProbe(Probe):
         self, round: RoundCohort, results: Mapping[int, dict[str, list[float]]]
     ) -> dict[str, float]:
         """Return the metrics of a round. See `Probe.metrics`."""
-        first = next((client for client in round.ids if client in results), None)
-        measured = gather_losses(self.past.pop(round.t, []), results, first)
+        measured = gather_losses(self.past.pop(round.t, []), results)
         if measured and self.run.folder is not None:
             write_forgetting(self.run.folder, round.t, measured)
         return forgetting_metrics(measured)
@@ -229,23 +229,25 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 
 def gather_losses(
-    past: Sequence[int], measured: Mapping[int, dict[str, list[float]]], first: int | None
+    past: Sequence[int], measured: Mapping[int, dict[str, list[float]]]
 ) -> dict[str, list[float]]:
     """Combine the measurements of a round's clients.
 
     Args:
         past: numbers of the clients of the previous round.
         measured: the result of `ForgettingProbe.measure` for each client number of the round.
-        first: the client whose losses before training are used; None if no client has measured.
 
     Returns:
         `clients`: the past clients. `before` and `after`: the losses on the data of each of them,
-        the latter the mean over the round's clients. `fisher`: one correlation for each client of
-        the round that measured it. {} if no client has measured.
+        the mean over the round's clients. `fisher`: one correlation for each client of the round
+        that measured it. {} if no client has measured.
     """
-    if first is None:
+    if not measured:
         return {}
-    before = measured[first]["before"]
+    # Clients with parameters of their own start from other models. This mean is exact: where all
+    # have received one model, it is that model's loss.
+    of_past = zip(*(losses["before"] for losses in measured.values()), strict=True)
+    before = [statistics.mean(losses) for losses in of_past]
     after = np.mean([losses["after"] for losses in measured.values()], axis=0).tolist()
     fisher = [value for losses in measured.values() for value in losses.get("fisher", [])]
     return {"clients": list(map(float, past)), "before": before, "after": after, "fisher": fisher}

@@ -289,10 +289,9 @@ def test_files_are_one_for_each_round(tmp_path):
     found = forgetting.gather_losses(
         [3, 4],
         {
-            7: {"after": [1.0, 3.0], "before": [1.0, 1.0]},
-            8: {"after": [2.0, 5.0], "before": [1.0, 1.0]},
+            7: {"after": [1.0, 3.0], "before": [1.5, 1.0]},
+            8: {"after": [2.0, 5.0], "before": [0.5, 1.0]},
         },
-        8,
     )
     assert found["after"] == [1.5, 4.0] and found["before"] == [1.0, 1.0]
     forgetting.write_forgetting(tmp_path, 12, found)
