@@ -57,9 +57,10 @@ _PATH_SCHEMES = ("sqlite", "file")
 """Schemes of addresses that are paths: an @ is part of a name."""
 
 _NAME = (
-    r"[\w.-]*(?:password|passwd|pwd|passphrase|secret|token|credential|api[_-]?key|"
-    r"access[_-]?key|signature)[\w.-]*"
+    r"[\w.-]*(?:password|passwd|pwd|passphrase|secret|token|credentials?|signature|"
+    r"(?:api|access|secret|private)[_-]?key)"
 )
+"""Names that end in a word for a secret; model.n_tokens and max_token_length are none."""
 _PAIR = re.compile(
     rf"(?P<name>{_NAME})(?P<equals>=|%3D)(?:%7B.*?%7D|\{{[^}}]*\}}|(?:(?!%3B|%26)[^&;\s])*)",
     re.IGNORECASE,

@@ -43,13 +43,16 @@ from raysim.training.groups import ClientGroup
 
 
 def prepare(
-    source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    tracked: bool = True,
 ) -> Plan:
     """Read, check and resolve the configuration of one run.
 
     Args:
         source: path of a YAML file, or the configuration as a mapping.
         overrides: values that replace those of `source`, as `key=value` texts or as a mapping.
+        tracked: whether MLflow's own variables count.
 
     Returns:
         The plan of the run.
@@ -57,7 +60,7 @@ def prepare(
     Raises:
         ConfigError: the configuration has a mistake; the message names the key and the fix.
     """
-    raw = read_run_config(source, overrides)
+    raw = read_run_config(source, overrides, tracked)
     plan = resolve_plan(raw)
     log_notes(raw, plan)
     return plan
@@ -78,13 +81,16 @@ def log_notes(raw: Mapping[str, Any], plan: Plan) -> None:
 
 
 def read_run_config(
-    source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    tracked: bool = True,
 ) -> dict[str, Any]:
     """Read the configuration of one run without validating it.
 
     Args:
         source: path of a YAML file, or the configuration as a mapping.
         overrides: values that replace those of `source`, as `key=value` texts or as a mapping.
+        tracked: whether MLflow's own variables count.
 
     Returns:
         The configuration as nested mappings.
@@ -93,7 +99,8 @@ def read_run_config(
         ConfigError: the configuration cannot be read, or describes a sweep or a privacy match.
     """
     raw = loading.read_config(source, overrides, keys, registry.algorithm_defaults)
-    raw = tracking_uri.with_environment(raw)
+    if tracked:
+        raw = tracking_uri.with_environment(raw)
     for key in loading.parse_overrides(overrides):
         if key.partition(".")[0] == "sweep":
             raise ConfigError(

@@ -135,7 +135,7 @@ def recompute(row: Row, keys: Mapping[str, Any] | None = None) -> Recomputed:
         ConfigError: the row's configuration has another identity today, or cannot run here.
         RaysimError: the run failed.
     """
-    plan = prepare(_bare(row.config), keys or {})
+    plan = prepare(_bare(row.config), keys or {}, tracked=False)
     if plan.config.fingerprint != row.fingerprint:
         changes = _changes(row.config, plan.config) or "its files have changed"
         raise ConfigError(

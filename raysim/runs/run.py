@@ -108,7 +108,8 @@ def run(
         connection.start()
     with shown(progress) as shown_for:
         with startup_stages.notes_logged():
-            plan = prepare(named_source(source), {**named_inputs(overrides), **named_inputs(keys)})
+            given = {**named_inputs(overrides), **named_inputs(keys)}
+            plan = prepare(named_source(source), given, tracked=bool(tracking))
         check_address(plan.config)
         progress = shown_for(plan)
         if tracking:

@@ -229,6 +229,20 @@ def test_an_unusable_variable_is_named(monkeypatch):
         read_run_config({"rounds": 1})
 
 
+def test_an_unusable_variable_stops_no_run_that_is_not_tracked(base, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "./mlruns")
+    config = {**base, "rounds": 1, "algorithm": "fedavg"}
+    del config["tracking"]
+    assert raysim.run(config, tracking=False).rounds == 1
+
+
+def test_a_word_within_a_name_hides_no_value():
+    shown = "model.n_tokens=64 max_tokens=3 data.tokenizer=bpe secretary=1"
+    assert mask_secrets(shown) == shown
+    secrets = "mlflow_token=64 client.secret_key=64 --api-key=64 credentials=64"
+    assert mask_secrets(secrets) == secrets.replace("64", "***")
+
+
 def test_a_password_before_the_profile_of_databricks_is_not_shown():
     address = "databricks://u:t0ken@work"
     assert redacted_uri(address) == mask_secrets(address) == "databricks://work"
