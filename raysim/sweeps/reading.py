@@ -76,7 +76,12 @@ class SweepSpec:
         Raises:
             ConfigError: the configuration cannot be read, or sets `run_dir`.
         """
-        raw = self.read(self.source, {**self.fixed, **point})
+        # A trial without a section, such as an attacker, has no use for the section's keys.
+        left_out = tuple(f"{key}." for key, value in point.items() if value is None)
+        values = {**self.fixed, **point}
+        raw = self.read(
+            self.source, {k: v for k, v in values.items() if not k.startswith(left_out)}
+        )
         raw.pop("sweep", None)
         raw = with_environment(raw)
         if raw.get("run_dir") is not None:
