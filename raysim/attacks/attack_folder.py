@@ -6,13 +6,12 @@ import csv
 import json
 import logging
 import math
-from contextlib import suppress
 from pathlib import Path
 
 from raysim.attacks.plots import plot_reconstructions
 from raysim.attacks.reconstructions import AttackResult
 from raysim.engine.plan import Plan
-from raysim.errors import ConfigError, RaysimError, round_name
+from raysim.errors import RaysimError, round_name
 from raysim.system import files
 from raysim.tracking.late_sending import add_to
 
@@ -31,10 +30,10 @@ def write_attack(result: AttackResult, plan: Plan, run_dir: Path) -> Path:
         The folder that holds them.
 
     Raises:
-        ConfigError: there is no free name for the folder.
+        OSError: a file cannot be written.
     """
     o = result.options
-    folder, number = _new_folder(run_dir / "attack" / f"{o.cost}-{o.attacker}")
+    folder, number = files.make_numbered(run_dir / "attack" / f"{o.cost}-{o.attacker}")
     options_used = {**o.model_dump(), "tv": o.weight, "round": result.round}
     (folder / "options.json").write_text(json.dumps(options_used, indent=1) + "\n")
     _write_table(result, plan, folder / "table.csv")
@@ -75,12 +74,3 @@ def _plot(result: AttackResult, plan: Plan, path: Path) -> None:
     run = f"{plan.label} on {plan.config.data.name}, {round_name(result.round)}"
     title = f"{run}: {options.cost}, {options.attacker}; {mean}"
     plot_reconstructions(pairs, title, path)
-
-
-def _new_folder(stem: Path) -> tuple[Path, int]:
-    """Create a folder, numbered if there is one already; return it and its number."""
-    for number, path in enumerate(files.numbered(stem), 1):
-        with suppress(FileExistsError):
-            path.mkdir(parents=True)
-            return path, number
-    raise ConfigError(f"attack: {stem} and its numbered followers are all taken; remove some")

@@ -117,13 +117,14 @@ def _execute_and_print(
 ) -> None:
     """Execute a plan as `execute` does, show its progress and print its result."""
     from raysim.runs.run import execute
+    from raysim.runs.training_calls import how_to_continue
     from raysim.tracking import ui
 
     try:
         with RunProgress(plan, console) as progress:
             done = execute(plan, folder, saved, origin, progress=progress)
     except KeyboardInterrupt as stop:
-        aside(f"stopped; {_what_is_left(plan, folder)}")
+        aside(f"stopped; {how_to_continue(stop.args[1]) if stop.args else 'nothing had begun'}")
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from None
     console.tell(summary(done, saved.facts["round"] if saved else 0))
     here = Path.cwd()
@@ -135,15 +136,6 @@ def _execute_and_print(
         console.tell(f"open in MLflow {hint}")
     if as_json:
         say(json.dumps(done.as_object()))
-
-
-def _what_is_left(plan: Plan, folder: Path | None) -> str:
-    """Return a text on how a stopped run can be resumed; a new one has no folder yet."""
-    from raysim.runs.run_dir import latest_run_dir
-    from raysim.runs.training_calls import how_to_continue
-
-    folder = folder or latest_run_dir(plan)
-    return how_to_continue(folder) if folder is not None else "nothing had begun"
 
 
 def _dry_run(plan: Plan, console: Terminal) -> None:

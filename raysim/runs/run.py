@@ -150,15 +150,15 @@ def execute(
     """
     began, is_new = time.perf_counter(), run_dir is None or origin is not None
     run_dir = run_dir or make_run_dir(plan)
-    run: _OpenRun | None = None
-    with gradients(), ExitStack() as closing:
+    may_be_refused = is_new
+
+    def is_refusal(error: Exception) -> bool:
         # A new run can be resumed when a dead store is back; a fork is forked again.
-        refusals = ConfigError if origin is None else RaysimError
-        closing.enter_context(
-            _own_folder(
-                plan, run_dir, lambda: is_new and (run is None or run.engine is None), refusals
-            )
-        )
+        kind = ConfigError if origin is None else RaysimError
+        return may_be_refused and isinstance(error, kind)
+
+    with gradients(), ExitStack() as closing:
+        closing.enter_context(_own_folder(plan, run_dir, is_refusal))
         # A tracked run has a spool before its first checkpoint.
         tracks = origin.tracks if origin else not saved or (run_dir / SPOOL_FILE).exists()
         tracker = tracker or (None if tracks else Untracked())
@@ -173,6 +173,7 @@ def execute(
             # The start of Ray has replaced the handlers.
             signals.install()
             engine = run.start(executor, saved, signals)
+            may_be_refused = False
             if not is_new:
                 # Only now: a resume that is refused leaves the run as it was.
                 for name in RESULT_FILES:
@@ -205,18 +206,16 @@ def _first_stage(plan: Plan, saved: checkpoint.Checkpoint | None) -> str:
 
 @contextmanager
 def _own_folder(
-    plan: Plan, run_dir: Path, not_begun: Callable[[], bool], refusals: type[RaysimError]
+    plan: Plan, run_dir: Path, is_refusal: Callable[[Exception], bool]
 ) -> Iterator[None]:
     """Lock the folder of a run and write its sources; forget a new run that is refused.
 
-    The error of a run that fails later gets a note on how to continue it, and so does its end by a
-    signal.
+    The error of a run that fails later gets a note on how to continue it. Its end by a signal has a
+    text on that, and the folder.
     """
     try:
         with lock.alone(run_dir):
             output.keep_rest_in(run_dir)
-            if not_begun():
-                warn_if_deleted_with_job(run_dir, "run_dir to a folder on a shared disk")
             refuse_links(plan.config, run_dir)
             if not (run_dir / "config.yaml").exists():
                 write_config(plan, run_dir)
@@ -224,10 +223,10 @@ def _own_folder(
             try:
                 yield
             except KeyboardInterrupt as stop:
-                stop.args = (f"stopped; {how_to_continue(run_dir, in_python=True)}",)
+                stop.args = f"stopped; {how_to_continue(run_dir, in_python=True)}", run_dir
                 raise
             except Exception as error:
-                if isinstance(error, refusals) and not_begun():
+                if is_refusal(error):
                     forget(run_dir)
                 is_left = (run_dir / "config.yaml").exists()
                 is_kept = is_left and not run_dir.name.startswith(TEMPORARY_PREFIX)

@@ -93,17 +93,12 @@ def check_has_run(folder: Path) -> None:
     Raises:
         ConfigError: it is not; the message names the fix, also for the folder of a sweep.
     """
-    if (folder / "config.yaml").is_file():
-        return
-    # A sweep has EXPERIMENT/sweeps/DIGEST for itself, and EXPERIMENT/trials for its runs.
-    if folder.parent.name == "sweeps" or folder.name == "trials" or (folder / "trials").is_dir():
+    if not (folder / "config.yaml").is_file():
         raise ConfigError(
-            f"{folder} belongs to a sweep and holds no run: the same `raysim sweep` again runs "
-            "what is missing; the folder of each run is in the folder trials"
+            f"{folder} holds no run (no config.yaml); give the folder that `raysim run` printed, "
+            "or one in the folder trials of a sweep (the same `raysim sweep` again runs what is "
+            "missing)"
         )
-    raise ConfigError(
-        f"{folder} holds no run (no config.yaml); give the folder that `raysim run` printed"
-    )
 
 
 def is_closed(folder: Path) -> bool:
@@ -119,27 +114,6 @@ def is_closed(folder: Path) -> bool:
         return False
     last = spool.Tail(folder).last("start", "finish")
     return last is None or last.get("status") == "FINISHED"
-
-
-def latest_run_dir(plan: Plan) -> Path | None:
-    """Return the folder of the last run of this plan; None if there is none.
-
-    Args:
-        plan: the plan of the run.
-    """
-    if plan.config.run_dir is not None:
-        folder = Path(plan.config.run_dir)
-        return folder if (folder / "config.yaml").exists() else None
-    stem = _stem(plan)
-    return max(
-        stem.parent.glob(f"{stem.name}*"), key=lambda path: path.stat().st_ctime, default=None
-    )
-
-
-def _stem(plan: Plan) -> Path:
-    """Return the default folder of a plan, without a number."""
-    c = plan.config
-    return Path("runs", c.tracking.folder, f"{plan.file_label}-{c.seed}-{c.fingerprint[:8]}")
 
 
 def make_run_dir(plan: Plan) -> Path:
@@ -170,14 +144,15 @@ def make_run_dir(plan: Plan) -> Path:
                     f"run_dir: {path / name} is there, without a run's config.yaml beside it, and "
                     "a run would replace it; move it away, or choose another folder"
                 )
-        _make(path, exist_ok=True)
-        return path
-    stem = _stem(plan)
-    for path in files.numbered(stem):
-        with suppress(FileExistsError):
-            _make(path)
-            return path
-    raise ConfigError(f"run_dir: {stem} and its numbered followers are all taken; give run_dir")
+        with _writing(path):
+            files.make_private(path)
+    else:
+        c = plan.config
+        name = f"{plan.file_label}-{c.seed}-{c.fingerprint[:8]}"
+        with _writing(Path("runs", c.tracking.folder, name)) as stem:
+            path, _ = files.make_numbered(stem, files.PRIVATE_FOLDER_MODE)
+    warn_if_deleted_with_job(path, "run_dir to a folder on a shared disk")
+    return path
 
 
 def _what_it_holds(path: Path) -> str:
@@ -205,18 +180,6 @@ def warn_if_deleted_with_job(path: Path | None, fix: str) -> None:
     """
     if path is not None and JOB_FOLDERS in path.absolute().parts:
         logger.warning("%s is deleted with this job; to keep it, set %s", path.absolute(), fix)
-
-
-def _make(path: Path, exist_ok: bool = False) -> None:
-    """Create a private folder; raise ConfigError if that fails."""
-    try:
-        path.mkdir(files.PRIVATE_FOLDER_MODE, parents=True, exist_ok=exist_ok)
-    except OSError as error:
-        if isinstance(error, FileExistsError) and not exist_ok:
-            raise
-        raise ConfigError(
-            f"run_dir: {path} cannot be created: {error.strerror}; choose another folder"
-        ) from None
 
 
 def write_config(plan: Plan, run_dir: Path) -> None:

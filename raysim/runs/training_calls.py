@@ -43,7 +43,7 @@ def trains(call: Callable[Parameters, Returned]) -> Callable[Parameters, Returne
         except KeyboardInterrupt as stop:
             if not stop.args:  # nothing had begun
                 raise
-            left = str(stop)
+            left = stop.args[0]
         raise KeyboardInterrupt(left)
 
     return wrapped

@@ -24,15 +24,27 @@ def make_private(folder: Path) -> None:
     folder.mkdir(PRIVATE_FOLDER_MODE, parents=True, exist_ok=True)
 
 
-def numbered(stem: Path) -> Iterator[Path]:
-    """Yield names for a new folder: the given one, and with a number from 2 on.
+def make_numbered(stem: Path, mode: int = 0o777) -> tuple[Path, int]:
+    """Create a new folder; if there is one already, its name gets a number from 2 on.
 
     Args:
-        stem: path of the folder.
+        stem: path of the folder without a number.
+        mode: its permissions.
+
+    Returns:
+        The folder, and its number.
+
+    Raises:
+        OSError: it cannot be created.
     """
-    yield stem
-    for number in range(2, 10_000):
-        yield stem.with_name(f"{stem.name}-{number}")
+    path, number = stem, 1
+    while True:
+        try:
+            path.mkdir(mode, parents=True)
+            return path, number
+        except FileExistsError:
+            number += 1
+            path = stem.with_name(f"{stem.name}-{number}")
 
 
 def of_rounds(folder: Path, suffix: str = "") -> dict[int, Path]:

@@ -385,7 +385,7 @@ def test_a_mistake_is_one_message(raysim_, overrides):
 @pytest.mark.parametrize("path", ["/dev/null", "/dev/null/run", "/proc/run"])
 def test_a_run_dir_that_cannot_be(raysim_, small, path):
     said = raysim_("run", small, f"run_dir={path}")
-    assert said.code == 2 and said.err.startswith(f"error: run_dir: {path} cannot be created: ")
+    assert said.code == 2 and said.err.startswith(f"error: run_dir: {path} cannot be written: ")
     assert len(said.err.splitlines()) == 1
 
 

@@ -813,7 +813,7 @@ def test_resume_where_no_run_is(tmp_path):
     of_sweep.mkdir(parents=True)
     (tmp_path / "defences" / "trials").mkdir()
     for folder in (of_sweep, of_sweep.parents[1] / "trials", of_sweep.parents[1]):
-        with pytest.raises(ConfigError, match=r"belongs to a sweep .* same `raysim sweep` again"):
+        with pytest.raises(ConfigError, match=r"holds no run .* same `raysim sweep` again"):
             resume(folder)
 
 
