@@ -59,8 +59,6 @@ class Writer:
         self._folders: list[Path] = []
         self.error: Exception | None = None
         """Why the last attempt failed; None after a success."""
-        self.failures = 0
-        """Number of failed attempts."""
         self.quiet = False
         """Whether an outage is not logged, because somebody else reports it."""
         self._down_since: float | None = None
@@ -216,7 +214,6 @@ class Writer:
             self._news.notify_all()
 
     def _down(self, error: Exception) -> None:
-        self.failures += 1
         self._attempts += 1
         if self._down_since is None:
             self._down_since = time.monotonic()
@@ -313,8 +310,7 @@ def _send_parts(server: RunClient, record: Mapping[str, Any], refusal: Refused) 
 
 
 def _report_refusal(server: RunClient, record: Mapping[str, Any], refusal: Refused) -> None:
-    """Log and count a record that the server will never accept."""
-    server.refused += 1
+    """Log a record that the server will never accept."""
     logger.error("tracking: %s refuses %s: %s", mask_secrets(server.uri), record["kind"], refusal)
 
 

@@ -67,11 +67,6 @@ class Tracker(Recorder):
         """Number of records that are not sent yet."""
         return self._spool.pending
 
-    @property
-    def failures(self) -> int:
-        """Number of failed attempts, plus that of records that the server refused for good."""
-        return self._writer.failures + self._server.refused
-
     def start(
         self,
         name: str,

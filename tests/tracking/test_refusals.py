@@ -200,7 +200,7 @@ def test_records_of_a_deleted_run_are_kept_and_sent_when_it_is_restored(
     mlflow.delete_run(run_id) if deleted == "run" else mlflow.delete_experiment(experiment)
     for t in range(5, 9):
         tracker.metrics({"loss": float(t)}, t)
-        wait_for(lambda: tracker.failures)
+        wait_for(lambda: tracker._writer.error)
     tracker.finish("FINISHED")
     lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(lines) == 2, lines  # once in the middle, once at the end

@@ -133,7 +133,7 @@ def test_everything_arrives(settings: Tracking, tmp_path: Path) -> None:
     tracker.artifact(tmp_path / "folder", "all")
     tracker.tags({"digest": "abc"})
     tracker.finish("FINISHED")
-    assert (tracker.pending, tracker.failures) == (0, 0)
+    assert not tracker.pending
 
     mlflow = client(settings.uri)
     run = mlflow.get_run(run_id)
@@ -241,7 +241,7 @@ def test_server_dies_in_the_middle(
     tracker.finish("FINISHED")
     assert history(settings.uri, run_id, "loss") == [(t, t / 7) for t in range(300)]
     assert client(settings.uri).get_run(run_id).data.tags["after"] == "all"
-    assert (tracker.pending, tracker.failures) == (0, outage.calls)
+    assert not tracker.pending
     assert outage.was_released, "a record waited for the server"
     lines = [r.getMessage() for r in caplog.records if r.name == "raysim.tracking"]
     assert [line[:16] for line in lines] == ["tracking is down", "tracking is back"]
@@ -422,7 +422,7 @@ def test_dead_server_when_not_required(
     for t in range(5):
         tracker.metrics({"loss": float(t)}, t)
     tracker.finish("FINISHED")
-    assert tracker.run_id == provisional and tracker.pending == 9 and tracker.failures > 0
+    assert tracker.run_id == provisional and tracker.pending == 9
     assert "tracking is down" in caplog.text and "9 records were not sent" in caplog.text
     tracker._writer._thread.join(10)
 
@@ -463,7 +463,7 @@ def test_refused_records_are_named_and_the_rest_goes_on(
     tracker.artifact(tmp_path / "absent")
     tracker.finish("FINISHED")
     assert steps(settings.uri, run_id, "loss") == [0, 1, 2, 4, 5]
-    assert (tracker.pending, tracker.failures) == (0, 2)
+    assert not tracker.pending and caplog.text.count("refuses ") == 2
     assert "refuses metrics" in caplog.text and "absent no longer exists" in caplog.text
 
 

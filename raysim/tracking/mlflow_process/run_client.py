@@ -29,8 +29,6 @@ class RunClient(RunInStore):
     def __init__(self, connection: Connection, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.connection = connection
-        self.refused = 0
-        """Number of records that the server refused for good."""
         self.refuses_files = False
         """True if the store has refused a file."""
 
