@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -74,12 +73,10 @@ def remedy(uri: str, error: Exception | None) -> str:
         return _remedy_of_a_file(database, text)
     if not uri.startswith("http"):
         return "See that the database runs, and that its address, user and password are right"
-    if proxy := _proxy(uri):
-        return (
-            f"{proxy} sends these requests to a proxy; add {urlsplit(uri).hostname} to "
-            "NO_PROXY, start the server, or correct the address"
-        )
-    return "Start the server (mlflow server --host HOST --port PORT) or correct the address"
+    return (
+        "Start the server (mlflow server --host HOST --port PORT) or correct the address; if "
+        f"HTTP_PROXY is set, add {urlsplit(uri).hostname} to NO_PROXY"
+    )
 
 
 def _remedy_of_a_file(database: Path, error: str) -> str:
@@ -107,14 +104,3 @@ def brief(error: Exception) -> str:
     text = mask_secrets(" ".join(str(error).split())) or type(error).__name__
     text = visible(text)
     return text if len(text) <= 200 else f"{text[:90]} … {text[-110:]}"
-
-
-def _proxy(uri: str) -> str:
-    """Return the environment variable that sends requests for an address to a proxy; "" if none."""
-    from urllib.request import proxy_bypass  # imports SSL and much else
-
-    parts = urlsplit(uri)
-    if proxy_bypass(parts.hostname or ""):
-        return ""
-    names = (f"{parts.scheme}_proxy", f"{parts.scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
-    return next((name for name in names if os.environ.get(name)), "")
