@@ -256,15 +256,12 @@ def require_packages(names: Sequence[str]) -> None:
             )
 
 
-def send(tail: Tail, follower: Follower) -> int:
-    """Send a follower the next records of a spool, at most about 250 kB.
+def send(tail: Tail, follower: Follower) -> None:
+    """Send a follower the records of a spool that it does not have, and mark them as sent.
 
     Args:
         tail: the spool, with the follower's mark.
         follower: an open follower.
-
-    Returns:
-        The number of records that were sent; 0 at the end of the spool.
     """
     log: dict[str, Callable[[dict[str, Any]], None]] = {
         "start": lambda record: None if record["run_id"] is None else follower.resumed(),
@@ -275,14 +272,12 @@ def send(tail: Tail, follower: Follower) -> int:
         "tags": lambda record: follower.tags(record["values"]),
         "artifact": lambda record: follower.artifact(follower.run_dir / record["path"]),
     }
-    records = tail.head()
-    for record in records:
-        if record["kind"] in log:
-            log[record["kind"]](record)
-    if records:
+    while records := tail.head():
+        for record in records:
+            if record["kind"] in log:
+                log[record["kind"]](record)
         follower.flush()
         tail.acknowledge(len(records), None)
-    return len(records)
 
 
 class FollowedRun:
@@ -329,8 +324,7 @@ class FollowedRun:
             ended = False
             while not ended:
                 ended = self._closing.wait(FOLLOW_INTERVAL_S)
-                while send(tail, follower):
-                    pass
+                send(tail, follower)
             follower.close(self._status)
         except Exception as error:
             self._warn(follower.name, in_a_line(error))
@@ -369,8 +363,7 @@ def catch_up(run_dir: Path, names: Sequence[str]) -> dict[str, int]:
             continue
         try:
             follower.open(tail.last("start") or {})
-            while send(tail, follower):
-                pass
+            send(tail, follower)
             finish = tail.last("finish")
             follower.close(finish["status"] if finish else "")
         except Exception as error:
