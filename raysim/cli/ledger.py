@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,6 +70,7 @@ def check(
     """List damaged, contradicting and outdated rows; exit with 1 if there are any."""
     from raysim.config.loading import parse_overrides
     from raysim.ledger import ledger_file
+    from raysim.reports.selecting import with_values
     from raysim.runs import recomputed
 
     problems: list[str] = []
@@ -89,7 +91,7 @@ def check(
     n_problems = counted(len(problems), "problem")
     say(f"{len(rows)} rows, {len(ledger_file.unique(rows))} runs, {n_problems}")
     overrides = parse_overrides(keys)
-    chosen = recomputed.having(recomputed.comparable(rows), where)
+    chosen = with_values(recomputed.comparable(rows), where, "row", attrgetter("params"))
     for row in chosen[:recompute]:
         problems += _differences_of_row(row, overrides)
     if problems:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from raysim.config.schema import FEDAVG
@@ -38,17 +38,10 @@ def resolved(runs: Sequence[TrackedRun], keys: Iterable[str], option: str) -> li
     Raises:
         ConfigError: No run has a parameter.
     """
-    known: set[str] = set()
+    known = {SIDE_COLUMN}
     for run in runs:
         known.update(run.params, run.known)
-    full_names = []
-    for key in keys:
-        full = full_name(key, {*known, SIDE_COLUMN})
-        if full is None:
-            hint = did_you_mean(key, map(short, known))
-            raise ConfigError(f"{option}: no run has a parameter '{key}'{hint}")
-        full_names.append(full)
-    return full_names
+    return [_known_name(key, known, f"{option}: no run has a parameter") for key in keys]
 
 
 _ABSENT = "null"
@@ -118,32 +111,12 @@ def having(
     return kept
 
 
-def reference_runs(runs: Sequence[TrackedRun], reference: str, option: str) -> list[TrackedRun]:
-    """Return the runs with the parameter of a reference.
-
-    Args:
-        runs: Runs to select from.
-        reference: Parameter as KEY=VALUE.
-        option: Option that names the reference, for errors.
-
-    Raises:
-        ConfigError: `reference` is not KEY=VALUE, or no run has this parameter and value.
-    """
-    key, equals, value = reference.partition("=")
-    if not equals:
-        raise ConfigError(
-            f"{option}: '{reference}' is not KEY=VALUE; write, for example, algorithm=fedavg"
-        )
-    chosen = having(runs, {key: [value]}, option)
-    if not chosen:
-        (name,) = resolved(runs, [key], option)
-        known = sorted(filter(None, {value_of(run.params, name) for run in runs}))
-        raise ConfigError(f"{option}: no run has {reference}{did_you_mean(value, known)}")
-    return chosen
-
-
 def with_values(
-    things: Sequence[T], where: Sequence[str], noun: str, params: Callable[[T], Mapping[str, str]]
+    things: Sequence[T],
+    where: Sequence[str],
+    noun: str,
+    params: Callable[[T], Mapping[str, str]],
+    option: str = "--where",
 ) -> list[T]:
     """Return the rows, runs or trials whose parameters have given values.
 
@@ -154,37 +127,32 @@ def with_values(
             has the value null.
         noun: Word for one of them in errors: "row", "run" or "trial".
         params: Function from one of them to its values by parameter.
+        option: Option that has the texts, for errors.
 
     Raises:
         ConfigError: A text is not KEY=VALUE, or no run has the key or all the values.
     """
     table = [params(thing) for thing in things]
-    names = set().union(*table)
+    names = {SIDE_COLUMN}.union(*table)
     kept = list(range(len(things)))
     for text in where:
         key, _, allowed = text.partition("=")
         if "" in (key, allowed):
-            raise ConfigError(f"--where: '{text}' is not KEY=VALUE")
-        name = full_name(key, names)
-        if name is None:
-            hint = _keys_meant(key, sorted(names))
-            raise ConfigError(f"--where: no {noun} has a key '{key}'{hint}")
-        values = [row.get(name, _ABSENT) for row in table]
+            raise ConfigError(
+                f"{option}: '{text}' is not KEY=VALUE; write, for example, algorithm=fedavg"
+            )
+        name = _known_name(key, names, f"{option}: no {noun} has a key")
+        values = [value_of(row, name) or _ABSENT for row in table]
         # A value may itself contain a comma.
         asked = [allowed] if allowed in values else allowed.split(",")
         for value in asked:
-            _require(value, values, f"{noun} has {name}={value}")
-        others = [values[i] for i in kept]
+            if not any(_is_any(there, [value]) for there in values):
+                hint = did_you_mean(value, set(values))
+                raise ConfigError(f"{option}: no {noun} has {name}={value}{hint}")
         kept = [i for i in kept if _is_any(values[i], asked)]
-        if not kept:
-            _require(allowed, others, f"{noun} has {name}={allowed}")
+    if things and not kept:
+        raise ConfigError(f"{option}: no {noun} has {' and '.join(where)}; leave one of them out")
     return [things[i] for i in kept]
-
-
-def _require(asked: str, values: Sequence[str], subject: str) -> None:
-    """Raise ConfigError unless one of the values is the asked one."""
-    if not any(_is_any(value, [asked]) for value in values):
-        raise ConfigError(f"--where: no {subject}{did_you_mean(asked, set(values))}")
 
 
 def _is_any(value: str, asked: Sequence[str]) -> bool:
@@ -199,12 +167,16 @@ def _is_any(value: str, asked: Sequence[str]) -> bool:
     return False
 
 
-def _keys_meant(key: str, known: Sequence[str]) -> str:
-    """Return a hint for an unknown name: the parameters that end with it, else the nearest one."""
-    ends = [f"'{name}'" for name in known if name.endswith(f".{key}")]
-    if ends:
-        return f"; did you mean {' or '.join(ends)}?"
-    return did_you_mean(key, {name.removesuffix(".name") for name in known})
+def _known_name(key: str, known: Collection[str], refusal: str) -> str:
+    """Return the full name of a parameter; for an unknown one, name those that are meant."""
+    name = full_name(key, known)
+    if name is not None:
+        return name
+    ends = [f"'{name}'" for name in sorted(known) if name.endswith(f".{key}")]
+    hint = f"; did you mean {' or '.join(ends)}?"
+    if not ends:
+        hint = did_you_mean(key, set(map(short, known)))
+    raise ConfigError(f"{refusal} '{key}'{hint}")
 
 
 def full_name(key: str, known: Container[str]) -> str | None:

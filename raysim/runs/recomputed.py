@@ -19,7 +19,6 @@ from raysim.ledger.kept import kept_config
 from raysim.ledger.ledger_row import Row
 from raysim.prepare import file_digests
 from raysim.prepare.resolve import prepare
-from raysim.reports import selecting
 from raysim.runs.run import execute
 from raysim.system.cpu_kind import cpu_kind, may_be_this_kind
 from raysim.tracking.recorder import Recorder, differing, flatten_parameters
@@ -64,24 +63,11 @@ def comparable(rows: Sequence[Row]) -> list[Row]:
     So many checks of one row each come to check all rows.
 
     Args:
-        rows: rows of any ledgers. Rows without a digest and those of stopped trials are left out.
+        rows: rows of any ledgers. Those of stopped trials are left out.
     """
-    full = [row for row in rows if row.digest and not row.stopped]
+    full = [row for row in rows if not row.stopped]
     random.shuffle(full)
     return sorted(full, key=lambda row: not may_be_this_kind(row.cpu))
-
-
-def having(rows: Sequence[Row], where: Sequence[str]) -> list[Row]:
-    """Return the rows whose configurations have given values.
-
-    Args:
-        rows: rows of any ledgers.
-        where: KEY=VALUE texts, as for `selecting.with_values`.
-
-    Raises:
-        ConfigError: a text is not KEY=VALUE, or no row has the key or all the values.
-    """
-    return selecting.with_values(rows, where, "row", lambda row: flatten_parameters(row.config))
 
 
 def why_other_identity(row: Row) -> str:
@@ -125,7 +111,7 @@ def recompute(row: Row, keys: Mapping[str, Any] | None = None) -> Recomputed:
     """Train the run of a row again, in this process, without MLflow and needless evaluations.
 
     Args:
-        row: a row with a digest.
+        row: a row.
         keys: overrides that do not change the result, such as `data.root`; None: none.
 
     Returns:

@@ -111,7 +111,9 @@ def test_partitions_and_seeds_are_paired():
 
 def test_a_reference_that_no_run_has_is_named():
     runs = [run(0.5, seed, algorithm__name="fedavg") for seed in (1, 2)]
-    with pytest.raises(ConfigError, match="no run has algorithm=fedavgg; did you mean 'fedavg'"):
+    with pytest.raises(
+        ConfigError, match=r"no run has algorithm\.name=fedavgg; did you mean 'fedavg'"
+    ):
         compared(aggregate.rows(runs), runs, "algorithm=fedavgg")
 
 

@@ -12,11 +12,12 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from raysim.errors import ConfigError
 from raysim.reports.analysis.aggregate import choice_key
 from raysim.reports.grouping import split_scenario
-from raysim.reports.selecting import reference_runs, replicate
+from raysim.reports.selecting import replicate, with_values
 from raysim.reports.table_row import PairedDifference, TableRow
 from raysim.reports.tracked import TrackedRun
 
@@ -118,7 +119,8 @@ def _reference_rows(
     table: Sequence[TableRow], runs: Sequence[TrackedRun], reference: str
 ) -> dict[tuple, TableRow]:
     """Return the best reference row of each scenario."""
-    chosen = {run.run_id for run in reference_runs(runs, reference, OPTION)}
+    of_reference = with_values(runs, [reference], "run", attrgetter("params"), OPTION)
+    chosen = {run.run_id for run in of_reference}
     references: dict[tuple, TableRow] = {}
     for row in sorted(table, key=choice_key):
         if not row.pooled and chosen.issuperset(row.run_ids):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from raysim.by_key import by_key
 from raysim.errors import ConfigError
 from raysim.metrics import is_share
 from raysim.reports.analysis.aggregate import Goal, choice_key, rows
 from raysim.reports.grouping import SCENARIO_KEY_PREFIXES, varied
-from raysim.reports.selecting import reference_runs
+from raysim.reports.selecting import with_values
 from raysim.reports.tracked import TrackedRun
 
 
@@ -64,7 +65,8 @@ def share_of(
     Raises:
         ConfigError: `reference` is not KEY=VALUE, or no run has this parameter and value.
     """
-    chosen = reference_runs(runs, reference, "relative_to (--relative-to)")
+    params = attrgetter("params")
+    chosen = with_values(runs, [reference], "run", params, "relative_to (--relative-to)")
     keys = [key for key in varied(runs) if key.startswith(SCENARIO_KEY_PREFIXES)]
 
     def scenario_of(run: TrackedRun) -> tuple:
