@@ -77,8 +77,6 @@ def _name_contradictions(rows: Sequence[Row], say: Say) -> None:
     """Name rows of one identity and one kind of CPU whose digests differ."""
     first: dict[tuple, Row] = {}
     for row in rows:
-        if row.digest is None:
-            continue
         other = first.setdefault((row.fingerprint, row.rounds, row.cpu), row)
         if other.digest != row.digest:
             say(

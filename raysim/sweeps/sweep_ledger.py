@@ -179,7 +179,7 @@ def _row_of(trial: Trial) -> Row:
         trial.label,
         trial.config.seed,
         result["rounds"],
-        result.get("digest") or None,
+        result["digest"],
         tags.get("cpu_capability", "unknown"),
         {name: tags.get(name, "unknown") for name in VERSIONS},
         result["seconds"],
@@ -198,12 +198,11 @@ def _restore(trial: Trial, row: Row, ledger: Path, recorder: Recorder) -> None:
         "fingerprint": row.fingerprint,
         "cpu_capability": row.cpu,
         **row.versions,
+        "digest": row.digest,
         "ledger": str(ledger),
         "run_dir": str(trial.folder),
         **labels_of(trial),
     }
-    if row.digest:
-        tags["digest"] = row.digest
     if row.stopped:
         tags["stopped_early"] = row.stopped
     params = without_secrets(trial.config).model_dump(mode="json")
@@ -222,7 +221,7 @@ def _restore(trial: Trial, row: Row, ledger: Path, recorder: Recorder) -> None:
         "rounds": row.rounds,
         "metrics": metrics,
         "seconds": row.seconds,
-        "digest": row.digest or "",
+        "digest": row.digest,
         "ledger": str(ledger),
     }
     if row.stopped:
