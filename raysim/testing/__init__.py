@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from raysim.errors import ConfigError
@@ -49,20 +49,16 @@ def _each_message_once() -> Iterator[None]:
     messages: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        known = message in messages
-        messages.add(message)
-        return not known
+        known = len(messages)
+        messages.add(record.getMessage())
+        return len(messages) > known
 
-    # A filter of a logger does not see the records of the loggers below it.
-    loggers = [logging.getLogger(name) for name in ("raysim", "raysim.notes")]
-    for logger in loggers:
-        logger.addFilter(is_new)
-    try:
+    with ExitStack() as closing:
+        # A filter of a logger does not see the records of the loggers below it.
+        for logger in map(logging.getLogger, ("raysim", "raysim.notes")):
+            logger.addFilter(is_new)
+            closing.callback(logger.removeFilter, is_new)
         yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(is_new)
 
 
 @_each_message_once()
@@ -136,9 +132,7 @@ def check_resume(**keys: Any) -> None:
         _train(keys, run_dir=folder, progress=lambda record: record["round"] == 1)
         _train(keys, seed=keys.get("seed", SMALL_RUN["seed"]) + 1)
         resumed = execute(*reopen(folder), tracker=Untracked())
-    names = "an uninterrupted run", "one that was resumed"
-    assert_same(whole, resumed, *names)
-    _assert_same_metrics(whole, resumed, *names)
+    _assert_same_records(whole, resumed, "an uninterrupted run", "one that was resumed")
 
 
 @_each_message_once()
@@ -155,8 +149,7 @@ def check_actors(actors: int = 2, **keys: Any) -> None:
     """
     resources = {"executor": "ray", "actors": actors, "cpus": 0.5}
     on_ray, here = _train(keys, resources=resources), _train(keys)
-    assert_same(here, on_ray, "this process", f"{actors} actors")
-    _assert_same_metrics(here, on_ray, "this process", f"{actors} actors")
+    _assert_same_records(here, on_ray, "this process", f"{actors} actors")
 
 
 @_each_message_once()
@@ -197,8 +190,9 @@ def assert_same(one: RunResult, other: RunResult, one_name: str, other_name: str
     )
 
 
-def _assert_same_metrics(one: RunResult, other: RunResult, one_name: str, other_name: str) -> None:
-    """Check that the last records of two runs are the same, without metrics of the machine."""
+def _assert_same_records(one: RunResult, other: RunResult, one_name: str, other_name: str) -> None:
+    """Check parameters and last records of two runs, without metrics of the machine."""
+    assert_same(one, other, one_name, other_name)
     last, of_other = one.history[-1], other.history[-1]
     for name in sorted(last.keys() | of_other.keys()):
         values = last.get(name), of_other.get(name)
