@@ -55,27 +55,6 @@ class ForgettingRequest:
 
 
 @dataclass
-class _LossesBefore:
-    """Losses of a received model, which most clients of a round have in common."""
-
-    base: int
-    """Number of the version."""
-
-    w: Tensor
-    """[P], the parameters; stored, so that no later tensor is taken for them."""
-
-    buffers: Tensor
-    """[Q], the statistics."""
-
-    losses: list[float]
-    """The mean loss on the data of each past client."""
-
-    def is_of(self, base: int, w: Tensor, buffers: Tensor) -> bool:
-        """Return whether the losses are those of these very tensors."""
-        return base == self.base and w is self.w and buffers is self.buffers
-
-
-@dataclass
 class ForgettingProbe(Probe):
     """Probe that measures how the clients of a round forget the previous round's data."""
 
@@ -164,12 +143,13 @@ class ForgettingProbe(Probe):
         self, trainer: Trainer, client: PreparedClient, clients: list[int]
     ) -> list[float]:
         """Return the losses of the model that a client received; of each model only once."""
-        w, buffers = client.broadcast.global_params, client.broadcast.buffers
-        known = getattr(self, "before", None)
-        if known is None or not known.is_of(client.task.base, w, buffers):
-            losses = _losses(trainer, w, buffers, clients)
-            known = self.before = _LossesBefore(client.task.base, w, buffers, losses)
-        return known.losses
+        base, received = client.task.base, client.broadcast
+        w, buffers = received.global_params, received.buffers
+        # The tensors are kept beside the losses, so that no later tensor is taken for them.
+        before = getattr(self, "before", None)
+        if before is None or before[0] != base or before[1] is not w or before[2] is not buffers:
+            before = self.before = base, w, buffers, _losses(trainer, w, buffers, clients)
+        return before[3]
 
     def metrics(
         self, round: RoundCohort, results: Mapping[int, dict[str, list[float]]]

@@ -362,7 +362,11 @@ def claims_report(source: RunSource, say: Say, *, config: str) -> Report:
     def runs_of(metric: str) -> Sequence[TrackedRun]:
         return source.finished(metric, say)
 
-    claims = claim_section.require_claims(config)
+    claims = claim_section.read_claims(config)
+    if not claims:
+        raise ConfigError(
+            f"claims: {config} has no such section, a list of claims with says, left, is and right"
+        )
     results = verdicts.check_claims(claims, runs_of)
     records = []
     for line in results:

@@ -337,16 +337,12 @@ def _compared_metric(done: Sequence[FinishedRun]) -> str:
 def _why_without(done: Sequence[FinishedRun], metric: str) -> str:
     """Return the reason why no run has a metric, with the fix."""
     known = frozenset().union(*(run.metrics for run in done))
-    hint = (
-        did_you_mean(metric, known)
-        or f"; set metric (--metric) to one of {', '.join(sorted(known)) or 'none'}"
-    )
-    theory_hint = (
-        "; evaluate.theory.every=10, for example, measures it"
-        if metric.startswith("theory/")
-        else ""
-    )
-    return f"no run has a metric '{metric}'{theory_hint}{hint}"
+    hint = did_you_mean(metric, known)
+    if not hint:
+        hint = f"; set metric (--metric) to one of {', '.join(sorted(known)) or 'none'}"
+    entry = find_metric(metric)
+    when = "" if entry is None or entry.users_own else f" (logged: {entry.logged})"
+    return f"no run has a metric '{metric}'{hint}{when}"
 
 
 def _one_each(runs: Sequence[FinishedRun], first_counts: bool) -> list[FinishedRun]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import shlex
 import sys
 from functools import cache
@@ -60,24 +59,13 @@ def versions() -> dict[str, str]:
     }
 
 
-HEADER = {
-    "name": re.compile(r"^Name: *(.+)$", re.MULTILINE),
-    "version": re.compile(r"^Version: *(.+)$", re.MULTILINE),
-}
-"""The lines of a package's metadata with its name and its version."""
-
-
 @cache
 def installed_packages() -> str:
     """Return the installed packages as a requirements file."""
-    versions_by_name = {}
+    versions_by_name: dict[str, str] = {}
     for package in metadata.distributions():
-        # `package.name` and `package.version` parse the whole description of the package each.
-        text = package.read_text("METADATA") or package.read_text("PKG-INFO") or ""
-        name, version = HEADER["name"].search(text), HEADER["version"].search(text)
-        if name and version:
-            versions_by_name[name[1]] = version[1]
-    lines = []
-    for name in sorted(versions_by_name, key=str.lower):
-        lines.append(f"{name}=={versions_by_name[name]}\n")
-    return "".join(lines)
+        facts = package.metadata
+        if "Name" in facts and "Version" in facts:  # which the rest of a removed package lacks
+            versions_by_name[facts["Name"]] = facts["Version"]
+    names = sorted(versions_by_name, key=str.lower)
+    return "".join(f"{name}=={versions_by_name[name]}\n" for name in names)

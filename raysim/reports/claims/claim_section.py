@@ -151,22 +151,6 @@ def read_claims(source: str | Path | Mapping[str, Any]) -> list[Claim]:
     return [_claim(entry, f"claims.{i}") for i, entry in enumerate(section)]
 
 
-def require_claims(source: str | Path | Mapping[str, Any]) -> list[Claim]:
-    """Return the claims of a configuration, as `read_claims` does.
-
-    Args:
-        source: a configuration file, the name of a shipped one, or a mapping.
-
-    Raises:
-        ConfigError: the configuration has no claims, or the section is wrong.
-    """
-    if not (claims := read_claims(source)):
-        raise ConfigError(
-            f"claims: {source} has no such section, a list of claims with says, left, is and right"
-        )
-    return claims
-
-
 def check_sides(claims: Sequence[Claim], parameters: Sequence[Mapping[str, str]]) -> list[str]:
     """Check that a sweep has the runs that its claims are about.
 

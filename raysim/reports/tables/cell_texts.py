@@ -74,15 +74,6 @@ def rounded(mean: float, std: float | None) -> str:
     return f"{mean:.0f}" if mean == int(mean) else f"{mean:{form}}"
 
 
-def cost_text(cost: MeanStd) -> str:
-    """Return a cost as text.
-
-    Args:
-        cost: the mean cost and its deviation.
-    """
-    return rounded(cost.mean, cost.std)
-
-
 def difference_text(difference: PairedDifference | None, percent: bool) -> str:
     """Return a paired difference with its interval and p-value as text.
 
@@ -129,7 +120,7 @@ def arrival(row: TableRow, cost_unit: CostUnit) -> str:
         return MISSING_TEXT
     if cost_unit == "bytes":
         cost = MeanStd(cost.mean / 1e6, cost.std and cost.std / 1e6, cost.n)
-    return cost_text(cost) + share_of_seeds(cost.n, row)
+    return rounded(cost.mean, cost.std) + share_of_seeds(cost.n, row)
 
 
 def share_of_seeds(n: int, row: TableRow) -> str:

@@ -28,12 +28,12 @@ from raysim.reports.tables.cell_texts import (
     aim,
     arrival,
     cell_of,
-    cost_text,
     difference_text,
     in_latex,
     mean_text,
     number,
     published_rounds,
+    rounded,
     share_of_seeds,
 )
 from raysim.reports.tracked import CostUnit, TrackedRun
@@ -211,8 +211,8 @@ class ResultsTable:
         columns |= _filled(_paired_differences(table, first))
         for figure in others:
             columns |= _values(table, figure)
-        chosen = [row.chosen_round for row in table]
-        columns |= _filled({"chosen round": _texts(chosen, cost_text)})
+        chosen = _texts([row.chosen_round for row in table], lambda t: rounded(t.mean, t.std))
+        columns |= _filled({"chosen round": chosen})
         columns |= _costs_of_target(table, self.cost_unit, first)
         columns |= _ranks([row.rank for row in table if row.rank])
         columns["rounds done"] = ["–".join(map(str, dict.fromkeys(row.rounds))) for row in table]
