@@ -134,7 +134,9 @@ def _list_trials(planned: Sweep, ledger: NoLedger, console: Terminal) -> None:
             else:
                 name = full_name(key, trial.params)
                 values.append(trial.params[name] if name else "–")
-        state = "ledger" if trial.folder in ledger.taken else "done" if planned.done(trial) else ""
+        state = "done" if planned.done(trial) else ""
+        if trial.folder in ledger.taken:
+            state = "ledger"
         table.add_row(state, *values, trial.folder.name)
     print_table(table, console)
     console.tell(f"folders are in {os.path.relpath(planned.trials[0].folder.parent)}")

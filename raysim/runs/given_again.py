@@ -147,12 +147,11 @@ def asking_for_objects(
             raise _another(folder, error.reason, error.given.name) from None
         if UNREADABLE in error.name:
             raise
-        missing = {
-            key: value
-            for key, value in given_objects(folder).items()
-            if key not in (replaced or {})
-            and not all(map(python_objects.is_known, _names_in(value)))
-        }
+        missing = {}
+        for key, value in given_objects(folder).items():
+            is_known = all(map(python_objects.is_known, _names_in(value)))
+            if not is_known and key not in (replaced or {}):
+                missing[key] = value
         were = "was given as an object" if len(missing) == 1 else "were given as objects"
         raise ConfigError(
             f"{', '.join(missing)}: {were} in Python, and this process has none of the same "

@@ -154,7 +154,9 @@ def cell_of(row: TableRow) -> str:
     percent, printed = row.figure.percent, row.printed
     text = mean_text(row.result, percent)
     if printed is not None and printed.best is not None:
-        mark = "" if row.difference is None else f" {NEAR if row.is_near else FAR}"
+        mark = ""
+        if row.difference is not None:
+            mark = f" {NEAR if row.is_near else FAR}"
         text += f" ({number(printed.best, printed.std, percent)}{mark})"
     for figure, value in row.values.items():
         if differs(row.result, value):
