@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from raysim.ledger.kept import kept_config, kept_history
 from raysim.ledger.ledger_file import append_rows, read_rows, unique
 from raysim.ledger.ledger_row import BadRow, Row, as_line, from_line
 from raysim.reports.runs import RunSource
-from raysim.runs.recomputed import having, recompute
+from raysim.reports.selecting import with_values
+from raysim.runs.recomputed import recompute
 from raysim.sweeps.definition import Sweep
 from raysim.sweeps.preparation import prepare_sweep
 from raysim.sweeps.runner import run_sweep
@@ -467,6 +469,10 @@ def test_check_chooses_rows_by_their_configuration(rows, raysim_):
     same = [
         row for row in rows if (row.config["algorithm"]["name"], row.config["seed"]) == (name, seed)
     ]
+
+    def having(of: list[Row], where: list[str]) -> list[Row]:
+        return with_values(of, where, "row", attrgetter("params"))
+
     assert having(rows, [f"algorithm={name}", f"seed={seed}"]) == same
     pair = changed(rows[0], config={**rows[0].config, "algorithm": None})
     assert having([pair, *rows], [f"algorithm={name}", f"seed={seed}"]) == same
