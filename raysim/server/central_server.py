@@ -42,9 +42,6 @@ from raysim.training.messages import Broadcast, WorkerResult
 EVALUATED = "evaluated"
 """Key of a snapshot for the evaluated parameters, if they are not those of the state."""
 
-PREPARED_ROUND = "admitted"
-"""Key of an earlier raysim's snapshots, whose state is that after `before_round` of this round."""
-
 MIN_REMAINING_WEIGHT = 2.0**-900
 """Smallest share of a round's weights that must remain after clients were dropped.
 
@@ -110,7 +107,6 @@ class Server:
         self.updated = self.state
         """The state after the last update, before `before_round`. It is what a snapshot has: a
         fork may have other clients in its first round."""
-        self._prepared_round: int | None = None
 
     @contextmanager
     def _names_errors(
@@ -180,11 +176,6 @@ class Server:
 
     def _before_round(self, rule: ServerRule) -> State:
         """Return the state of the rule for the present cohort; `updated` stays as it is."""
-        if self.cohort.round == self._prepared_round:
-            raise RaysimError(
-                "the checkpoint was written by an earlier raysim, after before_round; continue "
-                "with that version, or start a new run"
-            )
         versions = versions_of(self.updated), versions_of(self.sent)
         state = rule.before_round({**self.updated}, self.cohort)
         check_state(rule, "before_round", self.updated, state)
@@ -388,8 +379,6 @@ class Server:
             for key, tensor in self.state.items()
         }
         self.buffers = snapshot["buffers"].to(self.buffers)
-        if PREPARED_ROUND in snapshot and overridden(self.rule, ["before_round"]):
-            self._prepared_round = int(snapshot[PREPARED_ROUND])
         for step in self.steps:
             step.restore(snapshot)
 

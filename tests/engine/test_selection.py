@@ -8,18 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from oracle.nets import Softmax
 from support.documents import blocks
 from support.oracle_cases import feed
 from support.stopped_runs import stopped_and_resumed
 
 import raysim
-from raysim.engine.process_setup import make_server
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
-from raysim.server.round_cohort import RoundCohort
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "selection.md"
 SIZES = [4, 9, 14, 6, 20, 11]
@@ -242,16 +239,6 @@ def test_a_fork_prepares_its_own_first_round(rule, config, rules, tmp_path):
     done = raysim.fork(tmp_path / "parent", changes)
     assert [record.get("clients/used") for record in done.history[3:]] == [COHORT, 3, 3]
     assert raysim.resume(tmp_path / "parent").rounds == ROUNDS
-
-
-def test_a_state_that_an_earlier_raysim_prepared_for_a_round_is_refused_in_that_round(
-    config, rules
-):
-    server = make_server(prepare(config(rules("Prepares"))), "cpu")
-    server.restore(server.snapshot() | {"admitted": torch.tensor(2)})
-    server.broadcast(RoundCohort(1, [0], [1], [1.0], [4], [1]))
-    with pytest.raises(RaysimError, match="written by an earlier raysim"):
-        server.broadcast(RoundCohort(2, [0], [2], [1.0], [4], [1]))
 
 
 def test_a_client_that_is_selected_twice_counts_twice(config, rules, engine):
