@@ -432,7 +432,7 @@ class Engine(Generic[ModelHandle]):
         self.executor.recover()
         saved = None
         if self.run_dir is not None:
-            saved = checkpoint.read_latest(self.run_dir, logger.warning)
+            saved = checkpoint.read_latest(self.run_dir)
         recoveries = self.state.recoveries
         self._reset()
         if saved is not None:

@@ -161,7 +161,7 @@ class RunResult:
         check_client(plan, client)
         if not have_own_models(plan):
             return self.state_dict
-        saved = checkpoint.read_latest(self.run_dir, logger.warning)
+        saved = checkpoint.read_latest(self.run_dir)
         if saved is None or saved.facts["round"] < self.rounds:
             raise ConfigError(
                 f"{self.run_dir}: there is no checkpoint after round {self.rounds}, which has the "
@@ -384,7 +384,7 @@ def load(run: str | Path, *, tracking_uri: str | None = None, **objects: Any) ->
         history = read_history(folder / HISTORY_FILE)
         stopped = ""
     else:
-        saved = checkpoint.read_latest(folder, logger.warning)
+        saved = checkpoint.read_latest(folder)
         if saved is None:
             raise ConfigError(
                 f"{folder}: the run was stopped before its first checkpoint; "

@@ -373,16 +373,16 @@ def _read_checkpoint(folder: Path, plan: Plan) -> checkpoint.Checkpoint | None:
         ConfigError: the configuration, the data or the partition differ from the checkpoint's.
     """
     try:
-        saved = checkpoint.read_latest(folder, logger.warning)
+        saved = checkpoint.read_latest(folder)
     except RaysimError as error:
         raise ConfigError(str(error)) from None
     if saved is None:
         return None
     checkpoint.check_belongs(saved, plan, folder)
     for name, version in (("torch", torch.__version__), ("raysim", __version__)):
-        if (before := saved.facts.get(name, version)) != version:
+        if (before := saved.facts[name]) != version:
             logger.warning("the run began under %s %s; its bits may change", name, before)
-    if saved.facts.get("methods", plan.methods) != plan.methods:
+    if saved.facts["methods"] != plan.methods:
         logger.warning(
             "raysim's code of this method has changed since the last checkpoint; further "
             "rounds are those of the new code"

@@ -106,7 +106,7 @@ def test_evaluation_has_it_and_training_does_not(setup):
 
 def test_the_result_is_the_evaluated_model(setup):
     plain, first = trained(setup, "Plain"), trained(setup, "First", rounds=2)
-    saved = checkpoint.read_latest(first.run_dir, print)
+    saved = checkpoint.read_latest(first.run_dir)
     assert saved is not None
     assert torch.equal(first.parameters, saved.server["state/first"])
     assert not torch.equal(first.parameters, saved.server["state/x"])

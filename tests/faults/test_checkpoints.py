@@ -115,7 +115,7 @@ def test_each_checkpoint_that_cannot_be_used_is_named_and_the_one_before_taken(
             damage(path)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            saved = checkpoint.read_latest(copy, logging.getLogger("raysim").warning)
+            saved = checkpoint.read_latest(copy)
         assert saved is not None and saved.facts["round"] == 4
         messages = [record.getMessage() for record in caplog.records]
         assert len(messages) == 2 and str(newest) in messages[0] and str(second) in messages[1], (

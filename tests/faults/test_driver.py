@@ -102,7 +102,7 @@ def test_many_kills_do_not_show(uri, tmp_path, source, soon, on_its_way):
     moments = [*MOMENTS, *["soon"] * soon, *["on its way"] * on_its_way]
     random.Random(5).shuffle(moments)
     killed_until_it_is_done(tmp_path, config, moments, seed=5)
-    saved = checkpoint.read_latest(tmp_path / "run", pytest.fail)
+    saved = checkpoint.read_latest(tmp_path / "run")
     assert saved is not None and timeless(saved.facts["history"]) == timeless(whole.history)
     run = next(r for r in runs_in(uri, tmp_path.name) if r.info.run_id == saved.facts["run_id"])
     assert run.data.tags["digest"] == whole.digest and run.info.status == "FINISHED"
@@ -135,7 +135,7 @@ def test_a_kill_of_a_driver_of_actors_does_not_show(uri, tmp_path, source):
     killed_until_it_is_done(tmp_path, config, ["on its way"], seed=6, RAYSIM_TEST_MARK=mark)
     run = run_in(uri, tmp_path.name)
     assert run.data.tags["digest"] == whole.digest
-    saved = checkpoint.read_latest(tmp_path / "ray", pytest.fail)
+    saved = checkpoint.read_latest(tmp_path / "ray")
     assert saved is not None and timeless(saved.facts["history"]) == timeless(whole.history)
     each_step_once(uri, run.info.run_id, saved.facts["history"])
     until(lambda: not processes_with_mark(mark), 60, f"still alive: {processes_with_mark(mark)}")
@@ -187,7 +187,7 @@ def test_what_was_done_is_kept_when_a_long_round_is_ended(
     book.write_text("")
     again = raysim_(tmp_path, "resume", tmp_path / "run")
     assert again.wait() == 0, again.output
-    saved = checkpoint.read_latest(tmp_path / "run", pytest.fail)
+    saved = checkpoint.read_latest(tmp_path / "run")
     assert saved is not None and timeless(saved.facts["history"]) == timeless(whole.history)
     left = sum(record["clients/used"] for record in whole.history[done + 1 :])
     assert len(book.read_text().split()) == left, "what was done is not done again"
@@ -266,7 +266,7 @@ def test_a_folder_at_work_is_refused_and_one_whose_process_died_is_taken_over(
     assert (tmp_path / "run" / lock.LOCK_FILE).exists()
     again = raysim_(tmp_path, "resume", tmp_path / "run")
     assert again.wait() == 0, again.output
-    saved = checkpoint.read_latest(tmp_path / "run", pytest.fail)
+    saved = checkpoint.read_latest(tmp_path / "run")
     assert saved is not None and timeless(saved.facts["history"]) == timeless(whole.history)
     assert not (tmp_path / "run" / lock.LOCK_FILE).exists()
 

@@ -32,7 +32,7 @@ def stopped(config: dict[str, Any], number: int) -> None:
 
 
 def id_of(folder: Path) -> str:
-    saved = checkpoint.read_latest(folder, pytest.fail)
+    saved = checkpoint.read_latest(folder)
     assert saved is not None
     return saved.facts["run_id"]
 
@@ -61,7 +61,7 @@ def test_a_run_goes_on_by_its_mlflow_id(config, uri, tmp_path):
 
 
 def whole_history(folder: Path) -> list[dict[str, float]]:
-    saved = checkpoint.read_latest(folder, pytest.fail)
+    saved = checkpoint.read_latest(folder)
     assert saved is not None
     return saved.facts["history"]
 

@@ -71,7 +71,7 @@ def test_the_run_stops_and_names_client_and_round(poisoned, recycled_actors):
     ) as stop:
         raysim.run(config, {"resources": RAY, "seed": 2})
     failed = int(str(stop.value).split("round ")[1][0])
-    kept = checkpoint.read_latest(Path(config["run_dir"]), pytest.fail)
+    kept = checkpoint.read_latest(Path(config["run_dir"]))
     assert kept is not None
     assert [record["round"] for record in kept.facts["history"]] == [*range(failed)]
 

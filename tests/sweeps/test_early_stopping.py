@@ -205,7 +205,7 @@ def test_only_checkpoints_of_the_trials_own_rounds_count(here, caplog):
         (path / "sums.json").write_text("{}")
     stopped = train(EarlyStopping(metric="train_loss", grace_period=1), "enough")
     assert "the trial starts again" in caplog.text and stopped["rounds"] < 3
-    saved = checkpoint.read_latest(trial.folder, pytest.fail)
+    saved = checkpoint.read_latest(trial.folder)
     assert saved is not None and saved.facts["round"] == stopped["rounds"]
 
 

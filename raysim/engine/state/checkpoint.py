@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -42,6 +43,8 @@ from raysim.system.files import free_space, of_rounds, sync_to_disk
 from raysim.system.json_files import parsed
 from raysim.training.messages import Broadcast
 
+logger = logging.getLogger("raysim")
+
 CHECKPOINT_FORMAT = 3
 """Version of the checkpoint format. Checkpoints in other formats are not read."""
 
@@ -55,7 +58,7 @@ class Facts(TypedDict):
     round: Annotated[int, Field(ge=0)]
     bytes_down: int
     bytes_up: int
-    version_bytes: NotRequired[dict[str, int]]
+    version_bytes: dict[str, int]
     history: list[dict[str, float]]
     recoveries: dict[str, float]
     run_id: str
@@ -64,7 +67,7 @@ class Facts(TypedDict):
     partition: str
     torch: str
     raysim: str
-    methods: NotRequired[str]
+    methods: str
 
 
 @dataclass
@@ -184,12 +187,11 @@ def available_checkpoints(run_dir: Path) -> list[Path]:
     return [*of_rounds(checkpoints_folder(run_dir)).values()]
 
 
-def read_latest(run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
-    """Read the newest checkpoint that is complete.
+def read_latest(run_dir: Path) -> Checkpoint | None:
+    """Read the newest checkpoint that is complete, and log why others are skipped.
 
     Args:
         run_dir: the folder of the run.
-        log: function that receives one line for each checkpoint that is skipped, with the reason.
 
     Returns:
         The checkpoint; None if the run has no checkpoints.
@@ -197,17 +199,14 @@ def read_latest(run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
     Raises:
         RaysimError: the run has checkpoints, but none is complete.
     """
-    return _first_complete(run_dir, available_checkpoints(run_dir)[::-1], log)
+    return _first_complete(run_dir, available_checkpoints(run_dir)[::-1])
 
 
-def read_best(
-    run_dir: Path, log: Callable[[str], None], best: BestBy = DEFAULT_BEST
-) -> Checkpoint | None:
-    """Read the checkpoint with the best value of a metric that is complete.
+def read_best(run_dir: Path, best: BestBy = DEFAULT_BEST) -> Checkpoint | None:
+    """Read the checkpoint with the best value of a metric; see `read_latest`.
 
     Args:
         run_dir: the folder of the run.
-        log: as for `read_latest`.
         best: the metric, and whether its largest or smallest value is the best.
 
     Returns:
@@ -217,7 +216,7 @@ def read_best(
         RaysimError: there are such checkpoints, but none is complete.
     """
     values = {path: _measured(path, best.metric) for path in available_checkpoints(run_dir)}
-    return _first_complete(run_dir, _best_first(values, best), log)
+    return _first_complete(run_dir, _best_first(values, best))
 
 
 def check_belongs(saved: Checkpoint, plan: Plan, run_dir: Path) -> None:
@@ -259,20 +258,16 @@ def differs_in(saved: Checkpoint, plan: Plan) -> str:
     return next((name for name, value in facts.items() if saved.facts[name] != value), "")
 
 
-def _first_complete(
-    run_dir: Path, paths: list[Path], log: Callable[[str], None]
-) -> Checkpoint | None:
+def _first_complete(run_dir: Path, paths: list[Path]) -> Checkpoint | None:
     """Read the first of some checkpoints that is complete; see `read_latest`."""
     for path in paths:
         try:
             return _read_checkpoint(path, run_dir / client_store.ROWS_FOLDER)
         except OSError as error:
-            log(
-                f"checkpoint {path} cannot be used ({error.filename}: {error.strerror}); "
-                "trying the one before"
-            )
+            why: object = f"{error.filename}: {error.strerror}"
         except (ValueError, KeyError, SafetensorError) as error:
-            log(f"checkpoint {path} cannot be used ({error}); trying the one before")
+            why = error
+        logger.warning("checkpoint %s cannot be used (%s); trying the one before", path, why)
     if paths:
         raise RaysimError(
             f"none of the {len(paths)} checkpoints in {checkpoints_folder(run_dir)} can be used; "

@@ -24,16 +24,6 @@ class RunTraffic:
         self.sizes: dict[int, int] = {}
         """The bytes of the versions that clients have received and that a client still needs."""
 
-    def restore(self, down: int, up: int, sizes: dict[int, int]) -> None:
-        """Set the traffic to that of a checkpoint.
-
-        Args:
-            down: bytes that clients have received since the run began.
-            up: bytes that they have sent.
-            sizes: the known bytes of versions, by number.
-        """
-        self.down, self.up, self.sizes = down, up, sizes
-
     def version_bytes(self, version: int) -> int:
         """Return the bytes of a version, or of the newest known one if no client received it.
 

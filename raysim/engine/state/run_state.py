@@ -161,10 +161,6 @@ class RunState(Generic[ModelHandle]):
             v: executor.upload_version(version) for v, version in saved.versions.items()
         }
         self.done, self.history = saved.facts["round"], saved.facts["history"]
-        sizes = saved.facts.get("version_bytes", {})
-        self.traffic.restore(
-            saved.facts["bytes_down"],
-            saved.facts["bytes_up"],
-            {int(version): size for version, size in sizes.items()},
-        )
+        self.traffic.down, self.traffic.up = saved.facts["bytes_down"], saved.facts["bytes_up"]
+        self.traffic.sizes = {int(v): size for v, size in saved.facts["version_bytes"].items()}
         self.recoveries = Counter(saved.facts["recoveries"])

@@ -119,7 +119,7 @@ def _net(plan: Plan, folder: Path, which: Which, client: int | None) -> tuple[nn
 def _best(plan: Plan, folder: Path, client: int | None = None) -> tuple[nn.Module, int]:
     """Return the net of the best checkpoint, of the server or of a client, and its round."""
     best = plan.config.evaluate.best_by
-    saved = checkpoint.read_best(folder, logger.warning, best)
+    saved = checkpoint.read_best(folder, best)
     if saved is None:
         raise ConfigError(
             f"{folder}: no checkpoint of an evaluated round is kept; set checkpoint.every and "

@@ -143,7 +143,7 @@ def _where_it_stopped(trial: Trial, ready: Plan) -> checkpoint.Checkpoint | None
         # Of a longer run; the one after the trial's last round lacks the last evaluation.
         checkpoint.remove_after(trial.folder, last - 1)
     try:
-        saved = checkpoint.read_latest(trial.folder, logger.warning)
+        saved = checkpoint.read_latest(trial.folder)
         reason = "" if saved is None else checkpoint.differs_in(saved, ready)
         if not reason:
             return saved
