@@ -56,16 +56,12 @@ class ActorSupervisor:
 
     # Which actors there are.
 
-    def new_address(self) -> Address:
-        """Return the address of the heartbeats of an actor that is about to start."""
-        return self.monitor.add()
-
     def add(self, actor: Actor, address: Address, name: str) -> None:
         """Supervise an actor.
 
         Args:
             actor: the actor.
-            address: address of its heartbeats, from `new_address`.
+            address: address of its heartbeats, from `monitor.add`.
             name: its name in messages.
         """
         self._addresses[actor] = address
@@ -107,26 +103,9 @@ class ActorSupervisor:
         return self._monitor
 
     @property
-    def start_timeout_s(self) -> float:
-        """Time limit for the start of an actor, in seconds."""
-        return self.monitor.start_s
-
-    @property
     def ray_is_broken(self) -> bool:
         """True if Ray has failed; its calls may never return."""
         return self._monitor is not None and bool(self._monitor.broken)
-
-    def dead_nodes(self) -> set[str]:
-        """Return the ids of the nodes that have died since the start."""
-        return self.monitor.dead_nodes()
-
-    def process(self, actor: Actor) -> tuple[str, processes.Process] | None:
-        """Return the id of an actor's node and its process; None before its first heartbeat.
-
-        Args:
-            actor: the actor.
-        """
-        return self.monitor.process(self._addresses[actor])
 
     def has_started(self, actor: Actor) -> bool:
         """Return whether an actor's process has started; it may be waiting for resources.
@@ -154,14 +133,6 @@ class ActorSupervisor:
         known = [self._addresses[actor] for actor in actors if actor and actor in self._addresses]
         return min(map(self.monitor.idle_s, known), default=0.0)
 
-    def check_ray(self) -> None:
-        """Check that Ray is alive.
-
-        Raises:
-            RaysimError: it has failed.
-        """
-        self.monitor.check()
-
     def check(self, actor: Actor, awaited: str) -> None:
         """Check that Ray and an actor are alive.
 
@@ -173,7 +144,7 @@ class ActorSupervisor:
             ActorDied: the actor has failed.
             RaysimError: Ray itself has failed.
         """
-        self.check_ray()
+        self.monitor.check()
         if why := self.failure(actor):
             raise ActorDied(f"{awaited}: {self._names[actor]} has failed: {why}")
 
@@ -229,7 +200,7 @@ class ActorSupervisor:
             ActorDied: an actor has died.
             RaysimError: an actor does not start in time, or Ray itself has failed.
         """
-        limit = self.start_timeout_s
+        limit = self.monitor.start_s
         deadline = time.monotonic() + limit
         awaited = f"the start of {', '.join(places)}"
         pending: list[Any] = list(places.values())
@@ -237,7 +208,7 @@ class ActorSupervisor:
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_INTERVAL_S)
             # Raises at once if an actor has failed to start, instead of at the limit.
             get(ready, awaited, limit)
-            self.check_ray()
+            self.monitor.check()
         if pending:
             late = ", ".join(name for name, place in places.items() if place in pending)
             raise RaysimError(

@@ -187,7 +187,7 @@ class RayRound:
                     self._upload()
         metrics = {
             "system/train_seconds": float(max(self.seconds.values(), default=0.0)),
-            **self.traffic.figures(self.pool.n_workers),
+            **self.traffic.figures(len(self.pool.workers)),
         }
         return RoundResults(self.uploads, self.results, metrics)
 
@@ -251,7 +251,7 @@ class RayRound:
             return
         busy = {call.worker for call in self._block_calls()}
         for worker in sorted(set(self.pool.available_workers()) - busy):
-            blocks = self._next_retry(worker) or self.scheduler.next_batch(self.pool.n_workers)
+            blocks = self._next_retry(worker) or self.scheduler.next_batch(len(self.pool.workers))
             if blocks:
                 # The worker's shared buffer may hold its first result, which is not read yet.
                 self._send(worker, blocks, again=True)
@@ -306,7 +306,7 @@ class RayRound:
 
         A sum is lost if its node has died since, so its blocks are trained again.
         """
-        dead_nodes = self.pool.supervisor.dead_nodes()
+        dead_nodes = self.pool.supervisor.monitor.dead_nodes()
         shares_by_node: dict[str, list[BlockCall]] = {}
         for share in self.trained:
             if share.node in dead_nodes and share.outcome.ids:
@@ -367,7 +367,7 @@ class RayRound:
         supervisor = self.pool.supervisor
         # Without the server the round is lost, so it is not trained to its end first.
         supervisor.check(self.pool.server, f"{round_name(self.t)}")
-        dead_nodes = supervisor.dead_nodes()
+        dead_nodes = supervisor.monitor.dead_nodes()
         for reference, call in list(self.waiting.items()):
             # An earlier pass of this loop may have removed other calls of the same actor.
             if reference not in self.waiting:

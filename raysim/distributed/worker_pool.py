@@ -89,11 +89,6 @@ class WorkerPool:
         assert self._server is not None
         return self._server
 
-    @property
-    def n_workers(self) -> int:
-        """Number of ClientActors that are ready."""
-        return len(self.workers)
-
     def start(self, plan: Plan) -> None:
         """Connect to the cluster and start all actors.
 
@@ -129,7 +124,7 @@ class WorkerPool:
             size = self.supervisor.wait(version_bytes, "the model's size", self.server)
             self.local.create_buffers(plan, self.wanted, size)
             self.local.open(self.server, first=True)
-        self._await_workers(self.supervisor.start_timeout_s)
+        self._await_workers(self.supervisor.monitor.start_s)
         if plan.evaluates and resources.server_share:
             self.eval = self._start_evaluator()
         self._start_aggregators()
@@ -193,7 +188,7 @@ class WorkerPool:
             options["num_cpus"] or options["num_gpus"]
         ):
             options.pop("scheduling_strategy", None)
-        heartbeat = self.supervisor.new_address()
+        heartbeat = self.supervisor.monitor.add()
         starter = cast(Any, ray.remote(kind)).options(**options)
         actor = Actor(starter.remote(heartbeat, *arguments), kind)
         self.supervisor.add(actor, heartbeat, f"the {kind.__name__}")
@@ -327,12 +322,12 @@ class WorkerPool:
         if len(self.workers) < self.wanted:
             self._start_workers()
             self._await_workers()
-        limit = self.supervisor.start_timeout_s
+        limit = self.supervisor.monitor.start_s
         deadline = time.monotonic() + limit
         while not self.workers:
             self._start_workers()
             self._await_workers(POLL_INTERVAL_S, least=1)
-            self.supervisor.check_ray()
+            self.supervisor.monitor.check()
             if time.monotonic() > deadline:
                 raise RaysimError(
                     f"waited {limit:g} s for a new ClientActor to replace the last one, which "
@@ -370,7 +365,7 @@ class WorkerPool:
         Raises:
             ActorDied: no new server started in time, or within the attempts of the policy.
         """
-        deadline = time.monotonic() + self.supervisor.start_timeout_s
+        deadline = time.monotonic() + self.supervisor.monitor.start_s
         for attempt in count(1):
             self.recoveries["system/server_restarts"] += 1
             self.supervisor.end(self.server)

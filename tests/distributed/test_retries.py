@@ -28,7 +28,7 @@ class PlainPool:
         self.recoveries: Counter[str] = Counter()
         self.speeds = WorkerSpeeds()
         self.topology = ClusterTopology({node: node for node in nodes.values()})
-        self.supervisor = SimpleNamespace(dead_nodes=lambda: self.dead)
+        self.supervisor = SimpleNamespace(monitor=SimpleNamespace(dead_nodes=lambda: self.dead))
 
     def started(self, number: int) -> Worker:
         actor: Any = SimpleNamespace(number=number)
@@ -46,10 +46,6 @@ class PlainPool:
 
     def aggregates_on_node(self, node: str, uploads: int) -> bool:
         return False
-
-    @property
-    def n_workers(self) -> int:
-        return len(self.workers)
 
 
 class PlainRound(RayRound):

@@ -33,7 +33,7 @@ class CheckedSupervisor(ActorSupervisor):
     def end(self, actor: Any) -> None:
         """Who was stopped may be continued at any time, so nothing of it may be left when another
         takes its place."""
-        there = self.process(actor)
+        there = self.monitor.process(self._addresses[actor])
         super().end(actor)
         assert there is not None and not there[1].alive
 

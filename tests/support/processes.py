@@ -81,8 +81,9 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 def pid_of(pool: Any, actor: Any) -> int:
     """Return the process of an actor, which its first heartbeat names; wait for that one."""
-    until(lambda: pool.supervisor.process(actor), 60, "an actor sends no heartbeat")
-    return pool.supervisor.process(actor)[1].pid
+    monitor, address = pool.supervisor.monitor, pool.supervisor._addresses[actor]
+    until(lambda: monitor.process(address), 60, "an actor sends no heartbeat")
+    return monitor.process(address)[1].pid
 
 
 def processes_with_mark(mark: str) -> list[int]:

@@ -124,7 +124,7 @@ class Struck(RayExecutor):
             pool.case = "sums"
             os.kill(raylet.process.pid, signal.SIGSTOP)
             while (
-                pool.third.node_id not in pool.supervisor.dead_nodes()
+                pool.third.node_id not in pool.supervisor.monitor.dead_nodes()
             ):  # the run is not over before Ray knows of it
                 time.sleep(0.1)
         elif pool.case == "hang" and self.victims and t >= self.victims[0][0]:
