@@ -230,7 +230,12 @@ def _train_one_client(plan: Plan) -> tuple[float, int, int]:
             training = inline.training(0)
             training.add({0: broadcast}, cut_blocks([task], 1))
             trained = training.get()
-            failed = failed_clients(0, [task], trained, plan.config.faults.on_client_error)
+            failed = failed_clients(
+                trained,
+                f"client {{}} failed in {round_name(0)}",
+                plan.config.faults.on_client_error,
+                "continues without such clients",
+            )
             if failed:
                 failures.append(f"client {task.client}: {failed[task.client]}")
                 continue

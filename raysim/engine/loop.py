@@ -352,12 +352,17 @@ class Engine(Generic[ModelHandle]):
             ClientError: a client failed, and `faults.on_client_error` is "stop".
             ProbeError: a probe failed.
         """
+        round = round_name(active.cohort.t)
         failed = failed_clients(
-            active.cohort.t, active.tasks, results, self.config.faults.on_client_error
+            results,
+            f"client {{}} failed in {round}",
+            self.config.faults.on_client_error,
+            "continues without such clients",
         )
         for client, why in failed.items():
-            first = f"client {client} in {round_name(active.cohort.t)}: {why}"
-            self.first_failure = self.first_failure or first
+            self.first_failure = self.first_failure or f"client {client} in {round}: {why}"
+        if not active.tasks:
+            logger.warning("%s: no client arrived", round)
         active.cohort.dropped = set(failed)
         active.probed = self.probes.metrics(active.cohort, results.workers)
         done = {result.client: result for result in results.clients}

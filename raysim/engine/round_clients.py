@@ -16,7 +16,7 @@ from raysim.engine.executor import ModelHandle, Record, RoundHandle, RoundResult
 from raysim.engine.plan import Plan
 from raysim.engine.round_metrics import UPDATES_NOT_USED
 from raysim.engine.state.client_store import ClientStateStore
-from raysim.errors import ClientError, RaysimError, round_name
+from raysim.errors import ClientError, RaysimError
 from raysim.rules.contract import ServerRule
 from raysim.rules.errors.user_code import breach
 from raysim.rules.reports import WEIGHT_TOLERANCE
@@ -177,34 +177,29 @@ def make_tasks(
 
 
 def failed_clients(
-    t: int, tasks: list[ClientTask], results: RoundResults, on_error: str
+    results: RoundResults, failure: str, on_error: str, effect: str
 ) -> dict[int, str]:
-    """Return the failed clients of a round, each with its error in one line, and log them.
+    """Return the clients that failed, each with its error in one line, and log them.
 
     Args:
-        t: number of the round, from 0.
-        tasks: the tasks of its clients.
-        results: the results of these tasks.
+        results: the results of a round, or of an evaluation.
+        failure: what has failed, with {} for the client.
         on_error: `faults.on_client_error`, "stop" or "drop".
+        effect: what "drop" does with the clients, for the message.
 
     Raises:
         ClientError: a client failed, and `on_error` is "stop".
     """
-    done = {result.client: result for result in results.clients}
     failed = {}
-    for task in tasks:
-        if error := done[task.client].error:
-            failed[task.client] = error.strip().splitlines()[0]
+    advice = f"(faults.on_client_error=drop {effect})"
+    # A client that could not even be evaluated, since its workers died, is among the trained ones.
+    for result in sorted([*results.evaluations, *results.clients], key=lambda done: done.client):
+        if result.error is not None:
+            what = failure.format(result.client)
             if on_error == "stop":
-                raise ClientError(
-                    f"client {task.client} failed in {round_name(t)}: {error}\n"
-                    "(faults.on_client_error=drop continues without such clients)"
-                )
-            logger.warning(
-                "%s: client %d is dropped: %s", round_name(t), task.client, failed[task.client]
-            )
-    if not tasks:
-        logger.warning("%s: no client arrived", round_name(t))
+                raise ClientError(f"{what}: {result.error}\n{advice}")
+            failed[result.client] = result.error.strip().splitlines()[0]
+            logger.warning("%s: %s %s", what, failed[result.client], advice)
     return failed
 
 

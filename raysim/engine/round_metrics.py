@@ -10,7 +10,6 @@ from itertools import pairwise
 import numpy as np
 
 from raysim.config.schema import Config
-from raysim.config.sections.schedule import InFlight, Sync
 from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.data.partition.groups import batch_sizes_of, drops_last
 from raysim.engine.executor import Record, RoundResults
@@ -47,27 +46,22 @@ def participation_metrics(
         n_failed: clients that failed.
         n_never_seen: clients that never took part.
     """
-    schedule = config.schedule
-    possible = {
-        "clients/failed": config.faults.on_client_error == "drop",
-        "clients/dropped_out": schedule.client_dropout is not None,
-        "clients/missed_deadline": isinstance(schedule, Sync) and schedule.deadline is not None,
-        "clients/discarded_stale": (
-            isinstance(schedule, InFlight) and schedule.max_staleness is not None
-        ),
-    }
-    not_used = {
-        "clients/failed": n_failed,
-        "clients/dropped_out": scheduled.dropped_out,
-        "clients/missed_deadline": scheduled.missed_deadline,
-        "clients/discarded_stale": scheduled.discarded_stale,
-    }
+
+    def is_set(key: str) -> bool:
+        return getattr(config.schedule, key, None) is not None
+
+    not_used = [
+        ("failed", n_failed, config.faults.on_client_error == "drop"),
+        ("dropped_out", scheduled.dropped_out, is_set("client_dropout")),
+        ("missed_deadline", scheduled.missed_deadline, is_set("deadline")),
+        ("discarded_stale", scheduled.discarded_stale, is_set("max_staleness")),
+    ]
     return {
         "round": float(scheduled.t + 1),
         **virtual_time_metric(config, scheduled.time),
         "clients/used": float(n_used),
         "clients/never_seen": float(n_never_seen),
-        **{name: float(count) for name, count in not_used.items() if possible[name]},
+        **{f"clients/{fate}": float(n) for fate, n, is_possible in not_used if is_possible},
     }
 
 

@@ -6,14 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from raysim.engine.evaluation.client_evaluation import (
-    count_failed,
-    evaluation_blocks,
-    have_own_models,
-)
+from raysim.engine.evaluation.client_evaluation import evaluation_blocks, have_own_models
 from raysim.engine.executor import Executor, ModelHandle, Record
 from raysim.engine.plan import Plan
-from raysim.engine.round_clients import make_cohort
+from raysim.engine.round_clients import failed_clients, make_cohort
 from raysim.engine.state.client_store import ClientStateStore
 from raysim.errors import ClientError, RaysimError, round_name
 from raysim.randomness import generator
@@ -80,9 +76,12 @@ class CandidateEvaluator:
         blocks = evaluation_blocks(asked, t, store, self.sends_states, "training")
         try:
             results = executor.evaluate_clients(t, model, blocks).get()
-            evaluation = f"{round_name(t)}: the evaluation of candidate {{}}"
-            on_error = self.plan.config.faults.on_client_error
-            count_failed(results, evaluation, on_error, "leaves its loss unknown")
+            failed_clients(
+                results,
+                f"{round_name(t)}: the evaluation of candidate {{}} failed",
+                self.plan.config.faults.on_client_error,
+                "leaves its loss unknown",
+            )
         except ClientError as error:
             # The server is one round ahead of the engine, so no checkpoint may be written now, as
             # the engine does for a ClientError.

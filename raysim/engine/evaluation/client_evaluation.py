@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +14,9 @@ from raysim.config.sections.evaluation import EvaluateClients
 from raysim.data import Clients
 from raysim.engine.executor import Executor, Future, ModelHandle, RoundResults
 from raysim.engine.plan import Plan
+from raysim.engine.round_clients import failed_clients
 from raysim.engine.state.client_store import ClientStateStore
-from raysim.errors import ClientError, ConfigError, RaysimError, in_a_line
+from raysim.errors import ConfigError, RaysimError, in_a_line
 from raysim.metrics import VALIDATION
 from raysim.metrics.table import UNDEFINED
 from raysim.randomness import generator
@@ -26,8 +26,6 @@ from raysim.training.messages import Block, ClientEvaluation, ClientTask, cut_bl
 
 if TYPE_CHECKING:
     import pandas as pd
-
-logger = logging.getLogger("raysim")
 
 CLIENTS_PER_BLOCK = 16
 """Clients that a worker evaluates together."""
@@ -146,16 +144,17 @@ class ClientEvaluations:
             ClientError: an evaluation failed, and `faults.on_client_error` is "stop".
             RaysimError: the table cannot be written.
         """
-        evaluation = f"the evaluation of client {{}} after round {version}"
-        on_error = self.config.faults.on_client_error
-        n_failed = count_failed(
-            results, evaluation, on_error, "leaves such clients out of all metrics"
+        failed = failed_clients(
+            results,
+            f"the evaluation of client {{}} after round {version} failed",
+            self.config.faults.on_client_error,
+            "leaves such clients out of all metrics",
         )
         evaluations = [done for done in results.evaluations if done.error is None]
         evaluations.sort(key=lambda done: done.client)
         if self.folder is not None and evaluations:
             self._write_table(version, evaluations)
-        not_evaluated = {**self.n_without, "clients/evaluation_failed": n_failed}
+        not_evaluated = {**self.n_without, "clients/evaluation_failed": len(failed)}
         return {
             "clients/evaluated": float(len(evaluations)),
             **{name: float(n) for name, n in not_evaluated.items() if n},
@@ -234,31 +233,6 @@ def have_own_models(plan: Plan) -> bool:
     """
     rules = [group.rule for group in plan.all_groups]
     return any(uses_own_models(plan.config, rule, plan.server) for rule in rules)
-
-
-def count_failed(results: RoundResults, evaluation: str, on_client_error: str, effect: str) -> int:
-    """Return how many evaluations of clients failed, after a warning for each.
-
-    Args:
-        results: the results of the workers.
-        evaluation: the name of an evaluation, with {} for the client.
-        on_client_error: `faults.on_client_error`, "stop" or "drop".
-        effect: what "drop" does with the clients, for the message.
-
-    Raises:
-        ClientError: an evaluation failed, and `on_client_error` is "stop".
-    """
-    errors: dict[int, str] = {}
-    # A client that could not even be evaluated, since its workers died, is among the trained ones.
-    for done in (*results.evaluations, *results.clients):
-        if done.error is not None:
-            errors[done.client] = done.error
-    for client, error in sorted(errors.items()):
-        failure = f"{evaluation.format(client)} failed: "
-        if on_client_error == "stop":
-            raise ClientError(f"{failure}{error}\n(faults.on_client_error=drop {effect})")
-        logger.warning("%s%s", failure, error.strip().splitlines()[0])
-    return len(errors)
 
 
 def evaluation_blocks(
