@@ -22,7 +22,7 @@ import numpy as np
 from scipy.linalg import LinAlgError, cholesky, solve_triangular
 from scipy.optimize import nnls
 
-from raysim.numerics import project_gram
+from raysim.numerics import solve_dual
 
 CASES = (("independent", 50), ("independent", 200), ("dependent", 100))
 P = 1000
@@ -56,7 +56,7 @@ def by_nnls(Q: np.ndarray, b: np.ndarray, norm: float) -> np.ndarray:
 
 
 def by_raysim(Q: np.ndarray, b: np.ndarray, norm: float) -> np.ndarray:
-    return project_gram(Q, b, norm)[0]
+    return solve_dual(Q, b, norm)[0]
 
 
 def seconds(solve: Callable[..., np.ndarray], *arguments: object) -> float:

@@ -2,7 +2,7 @@
 
 from raysim.numerics.closed_form_qp import project3
 from raysim.numerics.coordinates import median_of_coordinates, sort_coordinates
-from raysim.numerics.fixed_point import NonFiniteError, combine, fixed_sum, to_float
+from raysim.numerics.fixed_point import NonFiniteError, combine, to_float
 from raysim.numerics.gradient_memory import (
     admit,
     memory_bytes,
@@ -21,7 +21,7 @@ from raysim.numerics.inner_products import (
     weighted_sum,
 )
 from raysim.numerics.linear_layers import initial_layers, layers_of
-from raysim.numerics.qp import QPInfo, least_on_simplex, project, project_gram, solve_dual
+from raysim.numerics.qp import QPInfo, least_on_simplex, project, solve_dual
 
 __all__ = [
     "NonFiniteError",
@@ -32,7 +32,6 @@ __all__ = [
     "combine",
     "cross",
     "dot",
-    "fixed_sum",
     "gram",
     "initial_layers",
     "layers_of",
@@ -43,7 +42,6 @@ __all__ = [
     "norm",
     "project",
     "project3",
-    "project_gram",
     "project_on_memory",
     "remember",
     "solve_dual",

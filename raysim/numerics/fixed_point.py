@@ -327,22 +327,6 @@ def _largest(pieces: Sequence[Tensor], factor: float, enough: float) -> float:
     return largest
 
 
-def fixed_sum(rows: Tensor | Sequence[Tensor], weights: Sequence[float]) -> FixedTotal:
-    """Return the weighted sum of one block in fixed point.
-
-    Args:
-        rows: the vectors, [k, P] or k tensors [P]. float64 vectors have a last limb.
-        weights: the weight of each row.
-
-    Raises:
-        NonFiniteError: see `FixedSum.add`.
-    """
-    total = FixedSum(rows[0].dtype == torch.float64)
-    total.add(BlockSum(rows, weights))
-    assert total.total is not None
-    return total.total
-
-
 def combine(totals: Iterable[FixedTotal], bound: float | None = None) -> FixedTotal:
     """Return the sum of fixed sums. Any order and any grouping gives the same bits.
 

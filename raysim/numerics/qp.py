@@ -6,7 +6,7 @@ The dual is min_{z ≥ 0} ½ zᵀQz + bᵀz with Q = MᵀM and b = Mᵀp: non-ne
 p̃ = p + Mz. The dual is solved from Q and b alone, with p and the columns normalised. So nothing
 depends on the scale of p or of a column, and all tolerances are relative.
 
-- `project_gram`, `solve_dual`: from Q and b, which the server's memory stores.
+- `solve_dual`: from Q and b, which the server's memory stores.
 - `project`: from the vectors.
 
 A client's local step has three constraints: see `closed_form_qp`.
@@ -83,31 +83,8 @@ class QPInfo:
     """Whether the cone of the columns contains -p, so that the projection is 0 up to rounding."""
 
 
-def project_gram(
-    Q: ArrayLike, b: ArrayLike, p_norm: float, warm: ArrayLike | None = None
-) -> tuple[Array, QPInfo]:
-    """Return the multipliers of the projection p + Mz by an active-set method.
-
-    The method is block principal pivoting (Portugal, Júdice and Vicente 1994). If it cycles, that
-    of Lawson and Hanson (1974) follows.
-
-    Args:
-        Q: MᵀM, [C, C].
-        b: Mᵀp, [C].
-        p_norm: ‖p‖; 0 gives z = 0.
-        warm: constraints that are active at the start, [C] bool; None: the violated ones.
-
-    Returns:
-        z, [C], with 0 for zero and non-finite columns, and the outcome.
-
-    Raises:
-        ValueError: `p_norm` is not finite.
-    """
-    return solve_dual(Q, b, p_norm, "exact", warm)
-
-
 def least_on_simplex(Q: ArrayLike) -> Array:
-    """Return the weights z >= 0, Σ z = 1, that minimise zᵀQz, by `project_gram`.
+    """Return the weights z >= 0, Σ z = 1, that minimise zᵀQz, by `solve_dual`.
 
     Args:
         Q: positive definite, [C, C].
@@ -117,7 +94,7 @@ def least_on_simplex(Q: ArrayLike) -> Array:
     """
     Q = np.asarray(Q)
     # They are the minimum of zᵀQz / 2 - Σ z over z >= 0, divided by its sum.
-    z, _ = project_gram(Q, -np.ones(len(Q)), 1 / np.sqrt(Q.diagonal().min()))
+    z, _ = solve_dual(Q, -np.ones(len(Q)), 1 / np.sqrt(Q.diagonal().min()))
     return z / z.sum()
 
 
@@ -128,10 +105,11 @@ def solve_dual(
     solver: Solver = "exact",
     warm: ArrayLike | None = None,
 ) -> tuple[Array, QPInfo]:
-    """Return the multipliers of the projection by a selected solver.
+    """Return the multipliers of the projection p + Mz.
 
-    Results are those of `project_gram`. The solvers "ecos" (through cvxpy) and
-    "clarabel" ignore `warm`. If they have no result, z is 0 and the status "failed".
+    The solver "exact" is block principal pivoting (Portugal, Júdice and Vicente 1994), followed by
+    `scipy.optimize.nnls` if that cycles. The solvers "ecos" (through cvxpy) and "clarabel" ignore
+    `warm`. If they have no result, z is 0 and the status "failed".
 
     Args:
         Q: MᵀM, [C, C].
@@ -139,6 +117,9 @@ def solve_dual(
         p_norm: ‖p‖; 0 gives z = 0.
         solver: a key of `SOLVERS`.
         warm: constraints that are active at the start, [C] bool; None: the violated ones.
+
+    Returns:
+        z, [C], with 0 for zero and non-finite columns, and the outcome.
 
     Raises:
         ValueError: the solver is unknown, or `p_norm` is not finite.

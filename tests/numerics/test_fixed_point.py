@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fixed_sums import same
+from support.fixed_sums import fixed_sum, same
 
 import raysim
 from raysim.errors import RaysimError
-from raysim.numerics import NonFiniteError, combine, dot, fixed_sum, gram, norm, to_float
+from raysim.numerics import NonFiniteError, combine, dot, gram, norm, to_float
 from raysim.numerics.fixed_point import (
     HIGH_LIMB_UNIT,
     MAX_LIMB_SUM,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from raysim.numerics import least_on_simplex, project, project3, project_gram, qp, solve_dual
+from raysim.numerics import least_on_simplex, project, project3, qp, solve_dual
 
 often = settings(deadline=None, max_examples=150, derandomize=True, database=None)
 
@@ -76,7 +76,7 @@ def test_the_least_point_of_the_simplex(problem):
 def test_optimality(problem):
     p, columns = problem
     Q, b = columns @ columns.T, columns @ p
-    z, info = project_gram(Q, b, float(np.linalg.norm(p)))
+    z, info = solve_dual(Q, b, float(np.linalg.norm(p)))
     projected = p + columns.T @ z
     scale, norms = np.linalg.norm(p), np.linalg.norm(columns, axis=1)
     w = columns @ projected
@@ -176,7 +176,7 @@ def test_each_of_the_exact_methods_stands_alone(name):
 def test_an_indefinite_gram_matrix_still_gives_an_answer():
     """Sums of float32 products may leave a Gram matrix with an eigenvalue of about -1e-7."""
     Q = np.array([[1.0, 1.0 + 1e-7], [1.0 + 1e-7, 1.0]])
-    z, info = project_gram(Q, -np.array([0.5, 0.5]), 1.0)
+    z, info = solve_dual(Q, -np.array([0.5, 0.5]), 1.0)
     assert z.sum() == pytest.approx(0.5, abs=1e-5)
     assert info.residual <= 1e-6
 
@@ -187,7 +187,7 @@ def test_a_warm_start_changes_nothing(problem, bits):
     p, columns = problem
     Q, b, p_norm = columns @ columns.T, columns @ p, float(np.linalg.norm(p))
     warm = np.array([bits >> i & 1 for i in range(len(columns))], bool)
-    cold, started = project_gram(Q, b, p_norm)[0], project_gram(Q, b, p_norm, warm)[0]
+    cold, started = solve_dual(Q, b, p_norm)[0], solve_dual(Q, b, p_norm, warm=warm)[0]
     assert np.linalg.norm(columns.T @ (cold - started)) <= 1e-8 * p_norm
 
 
@@ -195,9 +195,9 @@ def test_the_right_warm_start_needs_one_system():
     rng = np.random.default_rng(4)
     columns, p = rng.standard_normal((40, 60)), rng.standard_normal(60)
     Q, b, p_norm = columns @ columns.T, columns @ p, float(np.linalg.norm(p))
-    z, cold = project_gram(Q, b, p_norm)
+    z, cold = solve_dual(Q, b, p_norm)
     assert cold.iterations > 1
-    assert project_gram(Q, b, p_norm, z > 0)[1].iterations == 1
+    assert solve_dual(Q, b, p_norm, warm=z > 0)[1].iterations == 1
 
 
 def test_degenerate_inputs():
@@ -217,7 +217,7 @@ def test_degenerate_inputs():
         with pytest.raises(ValueError, match="finite"):
             project(broken, columns)
     with pytest.raises(ValueError, match="finite"):
-        project_gram(np.eye(2), np.ones(2), float("nan"))
+        solve_dual(np.eye(2), np.ones(2), float("nan"))
     with pytest.raises(ValueError, match="exact, ecos, clarabel"):
         solve_dual(np.eye(1), -np.ones(1), 1.0, "cvxopt")  # type: ignore[arg-type]
 

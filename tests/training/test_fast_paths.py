@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.batteries import BAD, poisoned, without
 from support.cohorts import sample_cohort
-from support.fixed_sums import same
+from support.fixed_sums import fixed_sum, same
 from support.programs import program
 from torch import Tensor, nn
 
@@ -26,7 +26,7 @@ from raysim.engine.process_setup import make_trainer
 from raysim.engine.round_clients import make_cohort, make_tasks
 from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.models.flat import Model
-from raysim.numerics import NonFiniteError, combine, fixed_sum, to_float
+from raysim.numerics import NonFiniteError, combine, to_float
 from raysim.numerics.fixed_point import BlockSum, FixedSum, FixedTotal
 from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
