@@ -170,8 +170,8 @@ MUTATIONS = (
     Mutation(
         "adam: no correction of the second moment",
         "raysim/training/tasks/optimizers.py",
-        "correction2 = (1 - beta2**step).sqrt().to(w.dtype)",
-        "correction2 = (1 - 0 * beta2**step).sqrt().to(w.dtype)",
+        "correction2 = (1 - beta2**step).sqrt().to(direction.dtype)",
+        "correction2 = (1 - 0 * beta2**step).sqrt().to(direction.dtype)",
         ("tests/training/test_optimizers.py",),
     ),
     Mutation(

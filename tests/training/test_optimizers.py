@@ -19,6 +19,7 @@ from torch.optim import lr_scheduler
 
 import raysim
 from raysim.config import explain
+from raysim.config.sections.optimizer import AdamSection
 from raysim.engine.plan import Plan
 from raysim.engine.process_setup import make_trainer
 from raysim.errors import ClientError, ConfigError
@@ -333,7 +334,7 @@ def test_moments_are_kept_or_begin_anew(name, net, mode, planned, source):
 
 def test_a_count_is_kept_for_an_empty_tensor_at_the_end_too():
     w, segments = torch.zeros(3, dtype=torch.float64), [2, 1, 0]
-    optimizer = Adam((0.9, 0.999), 1e-8, 0.0, False, False)
+    optimizer = Adam(AdamSection(name="adam"))
     state = {**optimizer.start(w), "step": torch.tensor([3, 3, 4], dtype=torch.float64)}
     rows = {key: value.numpy() for key, value in kept(state, segments).items()}
     assert rows["optimizer step"].shape == (3,)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,34 @@ from raysim.data.examples import own_copy
 from raysim.rules.contract import State
 
 
+@dataclass(frozen=True)
 class Optimizer(ABC):
     """An optimizer with state; plain SGD is None in its place."""
+
+    section: Any
+    """The keys of `local.optimizer`."""
+
+    def direction(self, direction: Tensor, w: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return the direction of the step, and the next state.
+
+        Weight decay adds weight_decay w to the direction, or to u in AdamW.
+
+        Args:
+            direction: [P], the descent direction.
+            w: [P], the parameters before the step.
+            state: the state before the step; not changed.
+
+        Returns:
+            The direction u [P] of the step w - lr u, and the state after it.
+        """
+        weight_decay = self.section.weight_decay
+        is_decoupled = isinstance(self.section, sections.AdamWSection)
+        if weight_decay and not is_decoupled:
+            direction = direction + weight_decay * w
+        u, moved = self.moved(direction, state)
+        if weight_decay and is_decoupled:
+            u = u + weight_decay * w
+        return u, moved
 
     @abstractmethod
     def start(self, w: Tensor) -> State:
@@ -32,125 +59,87 @@ class Optimizer(ABC):
         """
 
     @abstractmethod
-    def direction(self, direction: Tensor, w: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return the direction of the step, and the next state.
+    def moved(self, direction: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return the direction of the step without decoupled weight decay, and the next state.
 
         Args:
-            direction: [P], the descent direction.
-            w: [P], the parameters before the step.
+            direction: [P], the descent direction, with other weight decay.
             state: the state before the step; not changed.
-
-        Returns:
-            The direction u [P] of the step w - lr u, and the state after it.
         """
 
 
-@dataclass(frozen=True)
 class SGD(Optimizer):
     """SGD with momentum: b <- momentum b + (1 - dampening) g, and b = g at the first step.
 
-    Weight decay makes g the direction plus weight_decay w. Without momentum u is g.
+    u is b, or g + momentum b with `nesterov`. Without momentum u is g.
     """
 
-    momentum: float
-    """Factor of the buffer b."""
-    dampening: float
-    """Share of a direction that does not enter the buffer."""
-    nesterov: bool
-    """Whether u is g + momentum b instead of b."""
-    weight_decay: float
-    """Factor of the parameters in g."""
-
     def start(self, w: Tensor) -> State:
-        """Return an empty buffer, and whether there was a step if dampening needs it.
+        """Return the empty buffer; see `Optimizer.start`.
 
-        See `Optimizer.start`.
+        With dampening, a number says that a first direction has been put into it.
         """
-        if not self.momentum:
+        if not self.section.momentum:
             return {}
         # Without dampening, the first step from an empty buffer gives b = g by itself.
-        started = {"started": w.new_zeros(())} if self.dampening else {}
+        started = {"started": w.new_zeros(())} if self.section.dampening else {}
         return {"momentum_buffer": torch.zeros_like(w), **started}
 
-    def direction(self, direction: Tensor, w: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return the direction of the step, and the next state. See `Optimizer.direction`."""
-        if self.weight_decay:
-            direction = direction + self.weight_decay * w
-        if not self.momentum:
+    def moved(self, direction: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return the buffer, or Nesterov's look-ahead of it; see `Optimizer.moved`."""
+        keys = self.section
+        if not keys.momentum:
             return direction, state
         new = direction
-        if self.dampening:
-            new = direction * (1 - self.dampening * state["started"])
+        if keys.dampening:
+            new = direction * (1 - keys.dampening * state["started"])
             state = {**state, "started": torch.ones_like(state["started"])}
-        buffer = self.momentum * state["momentum_buffer"] + new
+        buffer = keys.momentum * state["momentum_buffer"] + new
         state = {**state, "momentum_buffer": buffer}
-        return direction + self.momentum * buffer if self.nesterov else buffer, state
+        return direction + keys.momentum * buffer if keys.nesterov else buffer, state
 
 
-@dataclass(frozen=True)
 class Adam(Optimizer):
-    """Adam and AdamW: the mean of directions over the root of the mean of their squares."""
-
-    betas: tuple[float, float]
-    """Decay of the two means."""
-    eps: float
-    """Number that is added to the root."""
-    weight_decay: float
-    """Factor of the parameters."""
-    decoupled: bool
-    """Whether weight decay enters u itself (AdamW) instead of the direction (Adam)."""
-    amsgrad: bool
-    """True if u uses the largest mean of squares so far (Reddi 2018)."""
+    """Adam, and with a section `adamw` AdamW: u is the corrected mean over the root of squares."""
 
     def start(self, w: Tensor) -> State:
-        """Return means of zero, and the number of steps. See `Optimizer.start`."""
+        """Return zero moments and no steps; see `Optimizer.start`."""
         return {
-            **({"max_exp_avg_sq": torch.zeros_like(w)} if self.amsgrad else {}),
+            **({"max_exp_avg_sq": torch.zeros_like(w)} if self.section.amsgrad else {}),
             "exp_avg": torch.zeros_like(w),
             "exp_avg_sq": torch.zeros_like(w),
             # torch.optim computes the corrections from Python's floats, which are float64.
             "step": w.new_zeros((), dtype=torch.float64),
         }
 
-    def direction(self, direction: Tensor, w: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return the direction of the step, and the next state. See `Optimizer.direction`."""
-        if self.weight_decay and not self.decoupled:
-            direction = direction + self.weight_decay * w
-        beta1, beta2 = self.betas
+    def moved(self, direction: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return Adam's quotient; see `Optimizer.moved`."""
+        beta1, beta2 = self.section.betas
         step = state["step"] + 1
         mean = beta1 * state["exp_avg"] + (1 - beta1) * direction
         squares = beta2 * state["exp_avg_sq"] + (1 - beta2) * direction * direction
         moved = {"exp_avg": mean, "exp_avg_sq": squares, "step": step}
-        if self.amsgrad:
+        if self.section.amsgrad:
             squares = torch.maximum(state["max_exp_avg_sq"], squares)
             moved["max_exp_avg_sq"] = squares
-        correction1 = (1 - beta1**step).to(w.dtype)
-        correction2 = (1 - beta2**step).sqrt().to(w.dtype)
-        u = mean / correction1 / (squares.sqrt() / correction2 + self.eps)
-        if self.weight_decay and self.decoupled:
-            u = u + self.weight_decay * w
-        return u, moved
+        correction1 = (1 - beta1**step).to(direction.dtype)
+        correction2 = (1 - beta2**step).sqrt().to(direction.dtype)
+        return mean / correction1 / (squares.sqrt() / correction2 + self.section.eps), moved
 
 
-@dataclass(frozen=True)
 class RMSprop(Optimizer):
     """RMSprop: the direction over the root of the mean of its squares."""
 
-    section: sections.RMSpropSection
-    """The configuration's keys."""
-
     def start(self, w: Tensor) -> State:
-        """Return means and a buffer of zero. See `Optimizer.start`."""
+        """Return means and a buffer of zero; see `Optimizer.start`."""
         keys = ["square_avg"]
         keys += ["grad_avg"] if self.section.centered else []
         keys += ["momentum_buffer"] if self.section.momentum else []
         return {key: torch.zeros_like(w) for key in keys}
 
-    def direction(self, direction: Tensor, w: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return the direction of the step, and the next state. See `Optimizer.direction`."""
+    def moved(self, direction: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return the quotient, or the buffer that sums quotients; see `Optimizer.moved`."""
         keys = self.section
-        if keys.weight_decay:
-            direction = direction + keys.weight_decay * w
         square = keys.alpha * state["square_avg"] + (1 - keys.alpha) * direction * direction
         moved = {"square_avg": square}
         if keys.centered:
@@ -163,41 +152,36 @@ class RMSprop(Optimizer):
         return u, moved
 
 
-@dataclass(frozen=True)
 class Adagrad(Optimizer):
     """Adagrad: the direction over the root of the sum of its squares."""
 
-    section: sections.AdagradSection
-    """The configuration's keys."""
-
     def start(self, w: Tensor) -> State:
-        """Return the first sum. See `Optimizer.start`."""
+        """Return the first sum; see `Optimizer.start`."""
         return {"sum": torch.full_like(w, self.section.initial_accumulator_value)}
 
-    def direction(self, direction: Tensor, w: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return the direction of the step, and the next state. See `Optimizer.direction`."""
-        if self.section.weight_decay:
-            direction = direction + self.section.weight_decay * w
+    def moved(self, direction: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return the quotient; see `Optimizer.moved`."""
         total = state["sum"] + direction * direction
         return direction / (total.sqrt() + self.section.eps), {"sum": total}
 
 
+KINDS: dict[str, type[Optimizer]] = {
+    "sgd": SGD,
+    "adam": Adam,
+    "adamw": Adam,
+    "rmsprop": RMSprop,
+    "adagrad": Adagrad,
+}
+"""The optimizer of each `local.optimizer.name`."""
+
+
 def make_optimizer(section: sections.AnyOptimizer) -> Optimizer | None:
-    """Return the optimizer of a configuration; None for plain SGD.
+    """Return the optimizer of local steps; None for plain SGD, which needs none.
 
     Args:
-        section: the section `local.optimizer`.
+        section: `local.optimizer`.
     """
-    if isinstance(section, sections.SGDSection):
-        if not section.momentum and not section.weight_decay:
-            return None
-        return SGD(section.momentum, section.dampening, section.nesterov, section.weight_decay)
-    if isinstance(section, sections.RMSpropSection):
-        return RMSprop(section)
-    if isinstance(section, sections.AdagradSection):
-        return Adagrad(section)
-    decoupled = isinstance(section, sections.AdamWSection)
-    return Adam(section.betas, section.eps, section.weight_decay, decoupled, section.amsgrad)
+    return None if section == sections.PLAIN_SGD else KINDS[section.name](section)
 
 
 KEPT = "optimizer "
