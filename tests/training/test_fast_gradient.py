@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raysim.config.sections.privacy import ExamplePrivacy
 from raysim.models.flat import BoundModel, Model
 from raysim.models.nets import zoo
 from raysim.rules import Batch, Net, PassMode, cross_entropy
@@ -546,18 +545,7 @@ def test_labels_that_are_none_are_an_error_either_way():
             task.grad(task.local_params, replace(batch, y=batch.y + CLASSES))
 
 
-# -- the first gradient, which two places share: see also test_loop.py
-
-
-class Counted:
-    """A loss that counts how often it is looked at."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, net: Net, batch: Batch) -> Tensor:
-        self.calls += 1
-        return soft(net, batch)
+# -- gradients after others
 
 
 def alone(x: Tensor, batch: Batch, mode: PassMode = "frozen") -> Tensor:
@@ -566,51 +554,30 @@ def alone(x: Tensor, batch: Batch, mode: PassMode = "frozen") -> Tensor:
     return task.grad(x.clone(), batch, soft, mode, task.model.initial()[1])
 
 
-def test_the_first_gradient_at_the_start_is_found_once():
-    (task, x), loss = begun(False), Counted()
-    batch = drawn(task.model, 6)
-    g = task.grad(task.local_params, batch, loss)
-    h = task.grad(x, batch, loss, mode="frozen")
-    assert loss.calls == 1 and torch.equal(g, h) and torch.equal(h, alone(x, batch))
-    g.zero_()  # a rule may do with a gradient what it likes
-    again = task.grad(x, batch, loss, mode="frozen")
-    assert torch.equal(again, h) and loss.calls == 2
-
-
-def test_the_shared_gradient_is_not_the_first_itself():
-    (task, x), batch = begun(True), drawn(begun(True)[0].model, 6)
-    g = task.grad(task.local_params, batch)
-    kept = g.clone()
-    task.grad(x, batch, mode="frozen").zero_()
-    assert torch.equal(g, kept)
-
-
-NOT_SHARED = [
-    "batch", "masks", "loss", "mode", "vector", "other start", "step", "plain step", "moved before",
+BEFORE = [
+    "batch", "masks", "mode", "vector", "other start", "step", "plain step", "moved before",
     "elsewhere first", "frozen first", "next client", "same vector, changed",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", NOT_SHARED)
-def test_the_first_gradient_is_not_shared_where_it_is_another(case):
-    (task, x), loss = begun(False), Counted()
+@pytest.mark.parametrize("case", BEFORE)
+def test_a_gradient_does_not_depend_on_those_before(case):
+    task, x = begun(False)
     w, batch = task.local_params, drawn(task.model, 6, sets=2)
-    where, on, of, mode = x, batch, loss, "frozen"
+    where, on, mode = x, batch, "frozen"
     if case == "moved before":
         w.add_(0.1)
     if case == "elsewhere first":
-        task.grad(x * 1.1, batch, loss)
+        task.grad(x * 1.1, batch, soft)
     elif case == "frozen first":
-        task.grad(w, batch, loss, mode="frozen")
+        task.grad(w, batch, soft, mode="frozen")
         w.add_(0.1)
     else:
-        g = task.grad(w, batch, loss)
+        g = task.grad(w, batch, soft)
     if case == "batch":
         on = replace(batch)
     elif case == "masks":
         on = batch.masked(1)
-    elif case == "loss":
-        of = Counted()
     elif case == "mode":
         mode = "eval"
     elif case == "vector":
@@ -624,37 +591,15 @@ def test_the_first_gradient_is_not_shared_where_it_is_another(case):
             task.start(task.settings, x, task.model.initial()[1], 4)
             task.descend_plainly(batch)
         on = drawn(task.model, 6, seed=8)
-        task.grad(w, on, loss)
+        task.grad(w, on, soft)
     elif case in ("next client", "same vector, changed"):
         if case == "next client":
             where = x * 1.1
         else:
             x.mul_(1.1)
         task.start(task.settings, where, task.model.initial()[1], 4)
-    before = loss.calls + (of.calls if of is not loss else 0)
-    found = task.grad(where, on, of, mode, task.model.initial()[1])
-    assert loss.calls + (of.calls if of is not loss else 0) == before + 1
+    found = task.grad(where, on, soft, mode, task.model.initial()[1])
     assert torch.equal(found, alone(where, on, mode))
-
-
-def test_a_private_gradient_is_never_shared():
-    model = model_of(NETS["mlp"], torch.float32)
-    task, (x, statistics), batch = (
-        LoopTask(model, LocalSettings(), fast=True),
-        model.initial(),
-        drawn(model, 6),
-    )
-    w = task.start(
-        LocalSettings(privacy=ExamplePrivacy(max_grad_norm=0.01, noise_multiplier=0.0)),
-        x,
-        statistics,
-        2,
-    )
-    private = task.grad(w, batch)
-    with pytest.raises(ValueError, match="privacy"):
-        task.grad(x, batch, mode="frozen")
-    task.settings = LocalSettings()
-    assert not torch.allclose(task.grad(x, batch, mode="frozen"), private)
 
 
 # -- runs

@@ -46,7 +46,6 @@ class LoopTask(ModelTask):
         self.fast = FastGradient(self.trained) if fast else None
         # Memory for the gradients of `descend_plainly`, the same in every step.
         self.parts = [torch.empty_like(view) for view in self.trained.views] if fast else []
-        self.memo = GradientMemo()
         self.in_steps = False
         """Whether the client makes its local steps now."""
         self.others = BoundCopies(model, fast)
@@ -92,7 +91,6 @@ class LoopTask(ModelTask):
         self.optimizer_state = optimizer_state or {}
         self.updates = 0
         self.unreached = None
-        self.memo.start(self.local_params, global_params)
         return self.local_params
 
     def forget(self) -> None:
@@ -100,7 +98,6 @@ class LoopTask(ModelTask):
 
         A captured step is replayed when what it was captured with may have changed.
         """
-        self.memo.forget()
         self.unreached = None
         self.others.forget()
         self.given_nets.forget()
@@ -161,12 +158,9 @@ class LoopTask(ModelTask):
     def _grad(
         self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, buffers: Tensor | None
     ) -> Tensor:
-        if mode == "frozen" and (known := self.memo.find(w, batch, loss)) is not None:
-            return known
         gradient, plain = self._pass(w, batch, loss, mode, self._statistics(mode, buffers))
         if mode == "train":
             self.losses.append(plain.detach())
-            self.memo.keep(w, batch, loss, gradient)
         return gradient
 
     def _grad_of_rows(
@@ -325,102 +319,6 @@ class LoopTask(ModelTask):
     ) -> ForwardPass:
         drop = batch.drop if batch and dropout else ()
         return ForwardPass(self.model, batch and batch.x, of_bound(bound, mode, buffers, drop))
-
-
-class GradientMemo:
-    """Cache of the last gradient in mode "train", for a rule that needs it again in mode "frozen".
-
-    Both modes have the same gradient at the same point, on the same batch, of the same loss. Until
-    the first local step, the local parameters equal the received ones. GradMA compares its gradient
-    with that at the global model and would compute it twice there.
-
-    A gradient is cached for as long as the rule keeps it, and neither it nor its point has changed
-    in place.
-    """
-
-    def __init__(self) -> None:
-        self._start: tuple[_Version, ...] = ()
-        """The vector in training and the parameters received: one point."""
-        self._at_start = False
-        self._point: _Version | None = None
-        self._gradient: _Version | None = None
-        self._batch: Batch | None = None
-        self._loss: Loss | None = None
-
-    def start(self, local_params: Tensor, global_params: Tensor) -> None:
-        """Begin with a client whose local_params [P] hold a copy of global_params [P].
-
-        Args:
-            local_params: [P], the client's parameters before its first step.
-            global_params: [P], the global model's. A gradient at one of them is found at the other
-                too.
-        """
-        self.forget()
-        self._start = _Version(local_params), _Version(global_params)
-
-    def forget(self) -> None:
-        """Forget the gradient, and at which point training began."""
-        self._start = ()
-        self._point = self._gradient = self._batch = self._loss = None
-
-    def keep(self, w: Tensor, batch: Batch, loss: Loss, gradient: Tensor) -> None:
-        """Remember the gradient [P] at w [P].
-
-        Args:
-            w: [P], the parameters at which it was computed. The gradient is forgotten when `w` is
-                changed in place.
-            batch: the mini-batch.
-            loss: the loss function.
-            gradient: [P], the gradient of the mean loss.
-        """
-        self._point, self._gradient, self._batch, self._loss = (
-            _Version(w),
-            _Version(gradient),
-            batch,
-            loss,
-        )
-        self._at_start = self._is_start(w)
-
-    def find(self, w: Tensor, batch: Batch, loss: Loss) -> Tensor | None:
-        """Return a copy of the gradient [P] at w [P]; None if it is not known.
-
-        Args:
-            w: [P], the parameters.
-            batch: the mini-batch; only the very same object counts as the same.
-            loss: the loss function; only the very same object counts as the same.
-        """
-        if (
-            batch is not self._batch
-            or loss is not self._loss
-            or self._point is None
-            or self._gradient is None
-        ):
-            return None
-        gradient = self._gradient.tensor
-        if gradient is None or not (self._point.is_of(w) or (self._at_start and self._is_start(w))):
-            return None
-        return gradient.clone()
-
-    def _is_start(self, w: Tensor) -> bool:
-        return any(version.is_of(w) for version in self._start)
-
-
-class _Version:
-    """A weak reference to a tensor; `tensor` is None once it is changed in place or deleted."""
-
-    __slots__ = ("_number", "_reference")
-
-    def __init__(self, tensor: Tensor):
-        # PyTorch counts the in-place changes of a tensor in `_version`.
-        self._reference, self._number = weakref.ref(tensor), tensor._version
-
-    @property
-    def tensor(self) -> Tensor | None:
-        tensor = self._reference()
-        return tensor if tensor is not None and tensor._version == self._number else None
-
-    def is_of(self, tensor: Tensor) -> bool:
-        return self._reference() is tensor and tensor._version == self._number
 
 
 MAX_BOUND_COPIES = 3
