@@ -15,7 +15,7 @@ from numpy.random import Generator
 from torch import Tensor
 
 from raysim.engine.early_stop import StopRule
-from raysim.engine.evaluation.candidates import CandidateEvaluator
+from raysim.engine.evaluation.candidates import evaluate_candidates
 from raysim.engine.executor import (
     Executor,
     Future,
@@ -93,10 +93,6 @@ class Engine(Generic[ModelHandle]):
         """Metrics of the last parameters of a run that ends early, if its last round had none."""
         self.first_failure = ""
         """The first client that failed in this process, and why."""
-        self.candidates: CandidateEvaluator | None = None
-        """Measures the losses of candidates; None for a server rule that asks for none."""
-        if overridden(plan.server, ["candidates"]):
-            self.candidates = CandidateEvaluator(plan)
         self.rows = rows_folder(run_dir, plan.config.client_state.dir)
         self._reset()
 
@@ -170,7 +166,7 @@ class Engine(Generic[ModelHandle]):
                     ) from None
             except (Stopped, ClientError, ProbeError) as end:
                 # A checkpoint needs the server in the state after `done` rounds. After other errors
-                # it may be ahead, see `CandidateEvaluator.evaluate`.
+                # it may be ahead, see `evaluate_candidates`.
                 try:
                     yield from self._not_reported(self._completed(max_pending=0))
                     self._save_what_is_done()
@@ -241,7 +237,8 @@ class Engine(Generic[ModelHandle]):
             if state.done == self.last_round < self.config.rounds:
                 yield from self._completed(max_pending=0)
                 self.last_evaluation = records.evaluate_last()
-            self._finish_checkpoint(checkpoint)
+            if checkpoint is not None:
+                self._save(checkpoint.get())
             current = upcoming
         self.final = self.executor.snapshot().get()
         yield from self._completed(max_pending=0)
@@ -288,7 +285,7 @@ class Engine(Generic[ModelHandle]):
         """Return round t, with the clients whose updates the server will receive in it."""
         # The checkpoint after t rounds is written when round t is already scheduled.
         if self._due(t) or self.state.client_history is not None:
-            self.state.keep_clock(t)
+            self.state.clocks.append((t, self.state.schedule.pack()))
         try:
             # No round follows the last one: an empty one lets the server make the final version.
             is_last = t == self.config.rounds
@@ -310,12 +307,14 @@ class Engine(Generic[ModelHandle]):
 
     def _select(self, pool: SelectionPool, rng: Generator) -> Selection:
         """Return the clients that the server rule selects, and wait for them."""
-        if self.candidates is None:
+        if not overridden(self.plan.server, ["candidates"]):
             return Selection(self.executor.select(pool, rng).get())
         with self.records.stopwatch.evaluating():
-            evaluation = self.candidates.evaluate(self.executor, pool, self.state.store)
-        selected = self.executor.select(evaluation.pool, rng).get()
-        return Selection(selected, evaluation.metrics, evaluation.n_not_among(selected))
+            pool, candidates, metrics = evaluate_candidates(
+                self.plan, self.executor, pool, self.state.store
+            )
+        selected = self.executor.select(pool, rng).get()
+        return Selection(selected, metrics, len(set(candidates) - set(selected)))
 
     def _update_and_select(
         self, current: ActiveRound[ModelHandle], results: RoundResults
@@ -392,11 +391,6 @@ class Engine(Generic[ModelHandle]):
     def _begin_checkpoint_if_due(self, rounds_done: int) -> Future[State] | None:
         """Ask for the server's state if a checkpoint is due, before the server continues."""
         return self.executor.snapshot() if self._due(rounds_done) else None
-
-    def _finish_checkpoint(self, server: Future[State] | None) -> None:
-        """Write the checkpoint that was begun, if any."""
-        if server is not None:
-            self._save(server.get())
 
     def _save(self, server: State) -> None:
         """Write a checkpoint; without it the run continues, unless `checkpoint.required`."""

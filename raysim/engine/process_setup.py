@@ -171,7 +171,10 @@ def make_trainer(plan: Plan, device: str) -> GroupTrainer:
         evaluator = make_client_evaluator(plan, trainer, test_half)
         trainer.evaluate_block["test"] = evaluator.evaluate_block
     if overridden(plan.server, ["candidates"]):
-        trainer.evaluate_block["training"] = make_loss_evaluator(plan, trainer).evaluate_block
+        of_losses = ClientEvaluator(
+            trainer, plan.clients, examples, None, plan.clients, LOSS_BATCH_SIZE, [], None
+        )
+        trainer.evaluate_block["training"] = of_losses.evaluate_block
     return trainer
 
 
@@ -198,17 +201,6 @@ def _kept_examples(
         return LocalData(len(positions), mean_size(lists.at(t).sizes), batches)
 
     return of_client
-
-
-def make_loss_evaluator(plan: Plan, trainer: GroupTrainer) -> ClientEvaluator:
-    """Return the evaluator of the losses of candidates (`ServerRule.candidates`).
-
-    Args:
-        plan: the plan of the run.
-        trainer: the worker's trainer, with the net and the training set.
-    """
-    clients, examples = plan.clients, trainer.trainers[0].parts.examples
-    return ClientEvaluator(trainer, clients, examples, None, clients, LOSS_BATCH_SIZE, [], None)
 
 
 def make_client_evaluator(

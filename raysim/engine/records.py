@@ -10,7 +10,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic
 
@@ -41,14 +40,6 @@ from raysim.training.messages import EvaluationParts
 logger = logging.getLogger("raysim")
 
 
-@dataclass
-class PendingRecord:
-    """The record of a round, and futures of the metrics that it still lacks (`results`)."""
-
-    record: Record
-    results: list[Future[dict[str, float]]] = field(default_factory=list)
-
-
 class Records(Generic[ModelHandle]):
     """The records that are not complete yet, and the measurements for them.
 
@@ -60,7 +51,8 @@ class Records(Generic[ModelHandle]):
     def __init__(self, executor: Executor[ModelHandle], state: RunState[ModelHandle]):
         self.executor, self.state = executor, state
         self.config = state.config
-        self.pending: deque[PendingRecord] = deque()
+        self.pending: deque[tuple[Record, list[Future[Record]]]] = deque()
+        """Records, each with futures of the metrics that it still lacks."""
         self.stopwatch = Stopwatch()
         self.warned = False
 
@@ -109,7 +101,7 @@ class Records(Generic[ModelHandle]):
                 asked = EvaluationParts(done, tuple(parts))
                 results.append(self.executor.evaluate(versions[done], asked))
         # Last: a record whose evaluation could not begin would be complete without it.
-        self.pending.append(PendingRecord(record, results))
+        self.pending.append((record, results))
 
     def completed(self, max_pending: int) -> Iterator[Record]:
         """Yield the completed records in order.
@@ -123,10 +115,10 @@ class Records(Generic[ModelHandle]):
         pending = self.pending
         while pending and (
             len(pending) > max_pending
-            or (len(pending) > 1 and all(r.ready() for r in pending[0].results))
+            or (len(pending) > 1 and all(r.ready() for r in pending[0][1]))
         ):
-            record = pending[0].record
-            for result in pending[0].results:
+            record, results = pending[0]
+            for result in results:
                 record.update(result.get())
             record.update(self.probes.follow(record))
             self._warn_of_losses(record)

@@ -61,14 +61,6 @@ class RunState(Generic[ModelHandle]):
         self.recoveries: Counter[str] = Counter()
         """The number of failures that earlier processes of this run recovered from, by kind."""
 
-    def keep_clock(self, t: int) -> None:
-        """Remember the virtual clock as it is before a round is scheduled.
-
-        Args:
-            t: number of the round, from 0.
-        """
-        self.clocks.append((t, self.schedule.pack()))
-
     def publish(self, version: int, broadcast: ModelHandle) -> None:
         """Make a version of the model available to clients, and count its rounds as done.
 
