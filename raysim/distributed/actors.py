@@ -263,15 +263,6 @@ class ServerActor(_Actor):
             self.server = make_server(plan, self.device)
 
     @working
-    def version_bytes(self) -> int:
-        """Return the bytes of the present version of the model, as other actors receive it.
-
-        Raises:
-            RaysimError: the server rule fails, or breaks its contract.
-        """
-        return self.server.broadcast(RoundCohort(0, [], [], [], [], [])).nbytes
-
-    @working
     def broadcast(self, following: RoundCohort) -> ModelVersion:
         """Return the version of the model for a round, without an update before.
 

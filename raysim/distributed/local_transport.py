@@ -12,6 +12,7 @@ from raysim.distributed.transport.shared_memory import SharedBuffer
 from raysim.distributed.waiting import first_line, translated
 from raysim.engine.plan import Plan
 from raysim.rules.uploads import sums
+from raysim.server.first_broadcast import shapes_of_first_broadcast
 
 MAX_SHARED_BUFFER_BYTES = 64 * 2**20
 """Largest size of a shared buffer. In a run with larger messages, calls go through Ray."""
@@ -38,23 +39,22 @@ class LocalTransport:
         """Shared buffers by writer; empty if the run uses the object store."""
         self._uses_sockets = False
 
-    def create_buffers(self, plan: Plan, n_workers: int, version_bytes: int) -> None:
+    def create_buffers(self, plan: Plan) -> None:
         """Create a shared buffer for the server and each ClientActor.
 
         If the machine has too little shared memory, the run uses the object store.
 
         Args:
             plan: the run.
-            n_workers: number of ClientActors.
-            version_bytes: size of a version of the model, in bytes.
         """
         P, Q = plan.problem.size, plan.initial[1].numel()
         # What most rounds send. A message with more limbs is sent as it is.
         limbs = 2 if plan.config.dtype == "float64" else 1
         up = (limbs * len(sums(plan.server.uploads)) * P + 2 * limbs * Q) * 8
         rows = len(plan.sent_per_client) * plan.config.schedule.size * (P + Q) * 8
-        sizes = {f"client {i}": up + rows for i in range(n_workers)}
-        sizes["server"] = version_bytes
+        sizes = {f"client {i}": up + rows for i in range(plan.config.resources.actors)}
+        first = shapes_of_first_broadcast(plan.server, *plan.initial, plan.problem)
+        sizes["server"] = first.nbytes
         try:
             self.buffers = {
                 # With room for the alignment of the arrays.

@@ -120,9 +120,7 @@ class WorkerPool:
         used_nodes = self._await_first_actors()
         # An asynchronous run has several versions and rounds in flight at a time.
         if isinstance(plan.config.schedule, Sync) and used_nodes == {self.home}:
-            (version_bytes,) = self.server.call("version_bytes")
-            size = self.supervisor.wait(version_bytes, "the model's size", self.server)
-            self.local.create_buffers(plan, self.wanted, size)
+            self.local.create_buffers(plan)
             self.local.open(self.server, first=True)
         self._await_workers(self.supervisor.monitor.start_s)
         if plan.evaluates and resources.server_share:

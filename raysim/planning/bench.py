@@ -154,7 +154,7 @@ def candidates(plan: Plan, fixed_keys: Iterable[str], blocks: bool) -> Iterator[
 
 def _places(plan: Plan) -> list[Settings]:
     """Return the executors and numbers of actors to try: with GPUs if there are any."""
-    cores, gpus = machine.cores(), _count_gpus()
+    cores, gpus = machine.cores(), torch.cuda.device_count()
     if not gpus and not plan.config.resources.gpus:
         return [
             {"resources.executor": "inline"},
@@ -230,7 +230,3 @@ def _with_settings(raw: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[
         section, _, key = dotted.partition(".")
         changed[section] = {**(changed.get(section) or {}), key: value}
     return changed
-
-
-def _count_gpus() -> int:
-    return torch.cuda.device_count()

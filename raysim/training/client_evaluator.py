@@ -96,38 +96,32 @@ class ClientEvaluator:
             The metrics of each client, or its error.
         """
         with tensors_on(self.net.model.device):
-            return self._evaluate_block(broadcasts, block)
-
-    def _evaluate_block(
-        self, broadcasts: Mapping[int, Broadcast], block: Block
-    ) -> list[ClientEvaluation]:
-        """Evaluate the clients of a block; see `evaluate_block`."""
-        evaluations = []
-        own_models: dict[int, dict[str, np.ndarray]] = {}
-        for task in block.tasks:
-            result = ClientEvaluation(
-                task.client,
-                _n_examples(self.tests, task),
-                _n_examples(self.val, task),
-            )
-            try:
-                predict = self._prediction(broadcasts[task.base], task)
-                w, buffers = self._model(broadcasts[task.base], task)
-                result.metrics = self._measure(task, w, buffers, predict)
-                if self.tuner is not None and self.has_own_models:
-                    # Copies: tensors that a rule returns may be those of the trainer, which the
-                    # next client overwrites.
-                    own_models[task.client] = {
-                        PARAMETERS_KEY: w.numpy(force=True).copy(),
-                        STATISTICS_KEY: buffers.numpy(force=True).copy(),
-                    }
-            except BaseException as error:
-                reraise_stop(error)
-                result.error = with_traceback(error)
-            evaluations.append(result)
-        if self.tuner is not None:
-            self._fine_tune(self.tuner, broadcasts, block, evaluations, own_models)
-        return evaluations
+            evaluations = []
+            own_models: dict[int, dict[str, np.ndarray]] = {}
+            for task in block.tasks:
+                result = ClientEvaluation(
+                    task.client,
+                    _n_examples(self.tests, task),
+                    _n_examples(self.val, task),
+                )
+                try:
+                    predict = self._prediction(broadcasts[task.base], task)
+                    w, buffers = self._model(broadcasts[task.base], task)
+                    result.metrics = self._measure(task, w, buffers, predict)
+                    if self.tuner is not None and self.has_own_models:
+                        # Copies: tensors that a rule returns may be those of the trainer, which the
+                        # next client overwrites.
+                        own_models[task.client] = {
+                            PARAMETERS_KEY: w.numpy(force=True).copy(),
+                            STATISTICS_KEY: buffers.numpy(force=True).copy(),
+                        }
+                except BaseException as error:
+                    reraise_stop(error)
+                    result.error = with_traceback(error)
+                evaluations.append(result)
+            if self.tuner is not None:
+                self._fine_tune(self.tuner, broadcasts, block, evaluations, own_models)
+            return evaluations
 
     def _fine_tune(
         self,

@@ -39,7 +39,7 @@ def test_what_is_given_is_not_varied(monkeypatch):
 
 
 def test_gpus_are_shared_between_more_and_more_actors(monkeypatch):
-    monkeypatch.setattr("raysim.planning.bench._count_gpus", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("raysim.system.machine.cores", lambda: 4)
     shares = [
         (p["resources.actors"], p["resources.gpus"]) for p in settings() if "resources.actors" in p
@@ -48,7 +48,7 @@ def test_gpus_are_shared_between_more_and_more_actors(monkeypatch):
 
 
 def test_lanes_are_tried_on_gpus(monkeypatch):
-    monkeypatch.setattr("raysim.planning.bench._count_gpus", lambda: 1)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     ways = settings(blocks=True)
     assert {w["batching.mode"] for w in ways} == {"loop", "pooled", "lanes"}
     sizes = [w["batching.size"] for w in ways if w["batching.mode"] == "lanes"]

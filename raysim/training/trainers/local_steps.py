@@ -87,33 +87,29 @@ class LocalSteps:
             ContractError: the rule returns something that its contract forbids.
         """
         with tensors_on(self.task.model.device):
-            self._make(batch, place)
-
-    def _make(self, batch: Batch, place: Place) -> None:
-        """Make the step of a mini-batch; see `make`."""
-        task, rule = self.task, self.rule
-        task.logged = {}
-        passes = len(task.losses)
-        if self.plain:
-            task.descend_plainly(batch)
-        elif self.in_place:
-            w = self.state["w"]
-            direction = rule.direction(self.shared, self.state, batch, task)
-            check_direction(rule, w, direction)
-            check_constant(rule, "direction", "the direction", direction)
-            if self.config.local.accumulate > 1:
-                direction = self._mean_with(direction, place)
-            if place.last:
-                task.descend_in_place(w, direction)
-        else:
-            # `check_update` expects one call of `descend` in this step.
-            task.updates = 0
-            # A copy, since a step that adds a key to its argument would not be noticed.
-            after = rule.step(self.shared, {**self.state}, batch, task)
-            check_step(rule, self.state, after)
-            task.check_update(rule)
-            self.state = after
-        check_passes(rule, len(task.losses) - passes)
+            task, rule = self.task, self.rule
+            task.logged = {}
+            passes = len(task.losses)
+            if self.plain:
+                task.descend_plainly(batch)
+            elif self.in_place:
+                w = self.state["w"]
+                direction = rule.direction(self.shared, self.state, batch, task)
+                check_direction(rule, w, direction)
+                check_constant(rule, "direction", "the direction", direction)
+                if self.config.local.accumulate > 1:
+                    direction = self._mean_with(direction, place)
+                if place.last:
+                    task.descend_in_place(w, direction)
+            else:
+                # `check_update` expects one call of `descend` in this step.
+                task.updates = 0
+                # A copy, since a step that adds a key to its argument would not be noticed.
+                after = rule.step(self.shared, {**self.state}, batch, task)
+                check_step(rule, self.state, after)
+                task.check_update(rule)
+                self.state = after
+            check_passes(rule, len(task.losses) - passes)
 
     def end(self) -> None:
         """Leave task and state as `finish` expects them."""
