@@ -109,8 +109,8 @@ def simulated(
     broadcast: Broadcast,
     x: Tensor,
     y: Tensor,
-    data: Any = None,
-    clip_norm: float | None = None,
+    data: Any,
+    clip_norm: float | None,
 ) -> Tensor:
     """Return the simulated gradient ĝ [P], differentiable in x.
 

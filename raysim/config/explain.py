@@ -19,7 +19,7 @@ from raysim.config.sections.learning_rate import WarmupSchedule
 from raysim.config.sections.local import Local
 from raysim.config.sections.schedule import Clocked, Sync
 from raysim.errors import ConfigError
-from raysim.spelling import COMMON_NAMES, did_you_mean, nearest_words
+from raysim.spelling import COMMON_NAMES, did_you_mean
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -190,10 +190,9 @@ def _half_of_an_algorithm(key: str, raw: Any) -> str | None:
     algorithm = named(raw.get("algorithm")) if isinstance(raw, Mapping) else None
     if half not in ("client", "server") or last != "name" or not isinstance(algorithm, Mapping):
         return None
-    keys = [f"algorithm.{k}={v}" for k, v in raw[half].items() if not isinstance(v, dict | list)]
     return (
         f"missing; with algorithm={algorithm.get('name', '…')} its hyper-parameters are keys of "
-        "`algorithm`" + (f": write {' '.join(keys)}" if keys else "")
+        "`algorithm`, as algorithm.KEY=VALUE"
     )
 
 
@@ -248,16 +247,7 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
         return ["name"], f"missing; give it a name: {', '.join(choices(last))}"
     if kind == "invalid_key":
         return [], "a key must be a word"
-    return [], _wrong_value(item, path) + _other_group(path, raw)
-
-
-def _other_group(path: list[str], raw: Any) -> str:
-    """Return the hint that another group of the configuration is meant; "" if none is similar."""
-    if path[:-1] != ["groups"]:
-        return ""
-    others = [str(name) for name in raw["groups"] if str(name) != path[-1]]
-    near = nearest_words(path[-1], others)
-    return f"; did you mean groups.{near[0]}?" if near else ""
+    return [], _wrong_value(item, path)
 
 
 def _wrong_value(item: Any, path: list[str]) -> str:
@@ -317,7 +307,8 @@ def _unknown_key_hint(path: list[str], model: Any, raw: Any, more: Iterable[str]
     nearest = dict.fromkeys([*inside, *keys_with_sections(word, model)])
     if nearest:
         return f"; did you mean {' or '.join([*nearest][:MAX_HINTS])}?"
-    return did_you_mean(word, known)
+    of_method = "" if above else f"; of a method: algorithm.{word}"
+    return did_you_mean(word, known) + of_method
 
 
 def _kinds_with(path: list[str], model: Any, raw: Any) -> list[str]:

@@ -36,16 +36,6 @@ def identity_of(section: BaseModel) -> dict[str, Any]:
     return dumped
 
 
-def is_part(model: type[BaseModel], key: str) -> bool:
-    """Return whether some value of a key is part of a run's identity.
-
-    Args:
-        model: class of the section that has the key.
-        key: the key.
-    """
-    return Identity.NEVER not in model.model_fields[key].metadata
-
-
 def _leave_out(value: Any, dumped: Any) -> None:
     """Remove keys from the dump of a section, or of a mapping of sections by name."""
     if isinstance(value, BaseModel):

@@ -226,7 +226,7 @@ def explain_yaml_error(error: yaml.YAMLError) -> str:
     """
     text = shortened(" ".join(str(error).replace('in "<unicode string>", ', "at ").split()))
     if re.search(r"scanning an? (alias|anchor|tag)|undefined alias|constructor for the tag", text):
-        text += "; text that begins with *, & or ! needs quotes"
+        text += "; text that begins with *, & or ! needs quotes, in a shell KEY='\"*\"'"
     return text
 
 

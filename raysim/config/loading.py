@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -203,21 +202,8 @@ def parse_overrides(overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, A
         except yaml.YAMLError as error:
             raise ConfigError(
                 f"{key}: {value!r} is not a valid value: {limited_yaml.explain_yaml_error(error)}"
-                f"{_with_quotes(key, value)}"
             ) from None
     return values
-
-
-def _with_quotes(key: str, value: str) -> str:
-    """Return the advice to write words such as * in quotes; "" if that gives no value either."""
-    quoted = re.sub(r"""(?<![^\s,\[])[*&!%@`][^\s,\[\]{}"']*""", r'"\g<0>"', value)
-    if quoted == value:
-        return ""
-    try:
-        limited_yaml.load_yaml(quoted)
-    except yaml.YAMLError:
-        return ""
-    return f"; write {shlex.quote(f'{key}={quoted}')}"
 
 
 def _checked(values: Mapping[str, Any]) -> dict[str, Any]:

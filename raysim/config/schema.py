@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from raysim.config.identity import Identity, identity_of, is_part
+from raysim.config.identity import Identity, identity_of
 from raysim.config.limited_yaml import dump_yaml, plain
 from raysim.config.sections.base import Named, Section, ShortForm, default_name, named, not_empty
 from raysim.config.sections.data import IID, AnyData, Partition
@@ -220,7 +220,7 @@ class Config(Section):
         Args:
             key: a dotted key of a configuration.
         """
-        return is_part(cls, key.partition(".")[0])
+        return Identity.NEVER not in cls.model_fields[key.partition(".")[0]].metadata
 
     def own_step_sizes(self) -> dict[str, OwnStepSizes]:
         """Return the users' functions of step sizes, by the keys that name them."""

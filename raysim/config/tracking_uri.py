@@ -23,19 +23,6 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 from raysim.errors import ConfigError
 from raysim.system import startup_stages
 
-SCHEMES = {
-    "sqlite",
-    "file",
-    "http",
-    "https",
-    "postgresql",
-    "mysql",
-    "mssql",
-    "databricks",
-    "databricks-uc",
-}
-"""Schemes of the addresses at which MLflow keeps runs."""
-
 USABLE_ADDRESSES = (
     "sqlite:///mlflow.db",
     "http://HOST:5000",
@@ -47,6 +34,9 @@ USABLE_ADDRESSES = (
     "databricks-uc",
 )
 """An address of each kind that can be given as `tracking.uri`, for messages."""
+
+SCHEMES = {"file", *(address.partition(":")[0] for address in USABLE_ADDRESSES)}
+"""Schemes of the addresses at which MLflow keeps runs."""
 
 REDACTED = "***"
 

@@ -12,18 +12,6 @@ from raysim.spelling import did_you_mean, lacking
 from raysim.system.signals import failing_as
 
 
-def call_function(section: str, name: str, keys: Mapping[str, Any], *arguments: Any) -> Any:
-    """Return what a user's function returns. See `users_function`.
-
-    Args:
-        section: section of the configuration that names the function.
-        name: path.py:FUNCTION.
-        keys: the keys of the section, which are keyword arguments of the function.
-        *arguments: its positional arguments, before those.
-    """
-    return users_function(section, name, keys, len(arguments))(*arguments)
-
-
 def users_function(
     section: str, name: str, keys: Mapping[str, Any], n_arguments: int
 ) -> Callable[..., Any]:

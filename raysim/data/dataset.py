@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from raysim.config.sections.data import Data
 from raysim.data.several_inputs import LARGEST_INTEGER, Inputs, too_large
 from raysim.errors import ConfigError
 
@@ -28,8 +29,10 @@ MAX_PIXEL_VALUES = {"digits": 16, "quadratics": 1}
 MANUAL_STEPS = {
     "covid_ct": "lay out COVID-CT/index.csv (columns file, label, split) and its images",
     "folder": "give the folder that holds train/ and test/ as data.path",
-    "leaf": "give the folder that holds LEAF's train/ and test/ as data.path",
-    "pfllib": "give the folder that holds PFLlib's train/ and test/ as data.path",
+    "leaf": "give the folder that holds train/ and test/, each with .json files of user_data, as "
+    "data.path",
+    "pfllib": "give the folder that holds train/ and test/, each with a file N.npz for each client "
+    "N, as data.path",
     "users": "give a CSV file, or the folder that holds train.csv and test.csv, as data.path",
 }
 """Data sets that cannot be downloaded, and what to do instead."""
@@ -279,6 +282,20 @@ def channels_first(images: np.ndarray, upright: bool) -> np.ndarray:
     """
     images = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
     return np.ascontiguousarray(images.swapaxes(2, 3) if upright else images)
+
+
+def path_of_files(data: Data) -> Path:
+    """Return `data.path`, the place of a user's own files.
+
+    Args:
+        data: the section `data`.
+
+    Raises:
+        ConfigError: it is missing.
+    """
+    if data.path is None:
+        raise ConfigError(f"data.path: missing; {MANUAL_STEPS[data.name]}")
+    return Path(data.path).expanduser()
 
 
 def missing_files_error(name: str, root: Path, detail: str) -> ConfigError:

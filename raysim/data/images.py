@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from raysim.config.sections.data import Data
-from raysim.data.dataset import Dataset, channels_first, normalise_by_imagenet
+from raysim.data.dataset import Dataset, channels_first, normalise_by_imagenet, path_of_files
 from raysim.errors import ConfigError, in_a_line
+from raysim.system.files import whole
 from raysim.system.torchvision_operators import import_declaring_operators
 
 GREY_MODES = ("1", "L")
@@ -217,14 +218,13 @@ def cached(
         except Exception as error:  # a damaged file may raise nearly anything
             print(f"{path} cannot be used ({error}); the images are decoded again", file=sys.stderr)
     arrays = decode()
-    part = path.with_suffix(f".{platform.node()}-{os.getpid()}.part")
+    # Processes that decode at one time write each a file of its own.
+    own = path.with_name(f"{platform.node()}-{os.getpid()}-{path.name}")
     try:
-        with open(part, "wb") as file:
-            np.savez(file, *arrays, name=np.array(path.stem))
-        part.replace(path)
+        with whole(own) as part:
+            np.savez(part, *arrays, name=np.array(path.stem))
+        own.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
         print(
             f"{path} could not be kept, the images will be decoded again next time: {error}",
             file=sys.stderr,
@@ -257,11 +257,7 @@ def load_folder(data: Data) -> Dataset:
     Raises:
         ConfigError: the path is missing, or its folders or images cannot be used.
     """
-    if data.path is None:
-        raise ConfigError(
-            "data.path: missing; data.name=folder needs the folder that holds train/ and test/"
-        )
-    path = Path(data.path).expanduser()
+    path = path_of_files(data)
     folder, folder_test = path / "train", path / "test"
     if not folder_test.is_dir() and (path / "val").is_dir():
         folder_test = path / "val"

@@ -43,9 +43,6 @@ from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean
 from raysim.system import startup_stages
 
-IMAGE_FORMATS = ("folder", "leaf", "users")
-"""Those with `data.size`."""
-
 BUILT_IN_DATASETS = ("digits", "quadratics")
 """Data sets that need no file."""
 
@@ -56,6 +53,13 @@ USER_FORMATS = {
     "users": load_users,
 }
 """Layouts of a user's own files, with their loaders."""
+
+KEYS_OF_DATA_SETS = {
+    "path": tuple(USER_FORMATS),
+    "size": ("folder", "leaf", "users"),
+    "problem": ("quadratics",),
+}
+"""Keys of `data` that only some data sets have, with these."""
 
 DESCRIPTIONS = {
     "cifar10": "60,000 colour images of 10 things and animals, 32 x 32",
@@ -75,23 +79,6 @@ DESCRIPTIONS = {
     "users": "your own images of natural users, named by one table or two",
 }
 """Description of each named data set; the counts include training and test examples."""
-
-TABLE_SUFFIXES = (".csv", ".parquet", ".json", ".jsonl", ".arrow")
-"""Endings of tables, which the package datasets can read."""
-
-READ_TABLES = (
-    "give a function that reads it and returns (x, y, x_test, y_test), as data=path.py:FUNCTION "
-    "(from Python also the arrays or tables themselves), or a folder of it by data={name: hf, "
-    "path: FOLDER, x: COLUMN, y: COLUMN}"
-)
-"""How a table becomes a data set."""
-
-OTHER_SUFFIXES = (
-    *(".npy", ".mat", ".h5", ".hdf5"),
-    *(".pt", ".pth", ".pkl"),
-    *(".tsv", ".txt", ".xlsx", ".zip"),
-)
-"""Endings of files that only a user's function can read."""
 
 OTHER_KINDS = ("arrays", "torchvision", "hf")
 """Names that need further keys."""
@@ -248,49 +235,25 @@ def version_of(data: AnyData) -> str:
     return f"{code} {states}"
 
 
-def _door_to(name: str) -> str:
-    """Return how a file of this name is given as data; "" for other names."""
-    ways = {
-        ".npz": f"give the arrays x, y, x_test and y_test as data={{name: arrays, path: {name}}}",
-        ".py": f"name the function in it that returns the examples, as data={name}:FUNCTION",
-        **dict.fromkeys(TABLE_SUFFIXES, READ_TABLES),
-        **dict.fromkeys(OTHER_SUFFIXES, "give a function that reads it, as data=path.py:FUNCTION"),
-    }
-    return ways.get(Path(name).suffix, "")
-
-
 def _check_name(name: str) -> None:
     """Raise ConfigError if no data set has this name."""
-    if door := _door_to(name):
-        raise ConfigError(f"data.name: '{name}' is a file; {door}")
     if name not in dataset_names():
         installed = (point.name for point in entry_points.entry_points(entry_points.DATA))
         known = (*dataset_names(), *OTHER_KINDS, *installed)
         raise ConfigError(
-            f"data.name: unknown name '{name}'{did_you_mean(name, known)}; "
-            "your own is given as path.py:function"
+            f"data.name: unknown name '{name}'{did_you_mean(name, known)}; your own is given as "
+            "path.py:FUNCTION, which returns (x, y, x_test, y_test), or as data={name: arrays, "
+            "path: FILE.npz}"
         )
 
 
 def _load_known(data: Data) -> Dataset:
     """Load a data set by its name."""
-    for key, names, only, instead in (
-        (
-            "path",
-            USER_FORMATS,
-            f"the data sets {', '.join(USER_FORMATS)} read it",
-            "is looked for in data.root",
-        ),
-        (
-            "size",
-            IMAGE_FORMATS,
-            f"the data sets {', '.join(IMAGE_FORMATS)} have it",
-            "has its own size",
-        ),
-        ("problem", ("quadratics",), "data.name=quadratics has one", "has its own examples"),
-    ):
+    for key, names in KEYS_OF_DATA_SETS.items():
         if getattr(data, key) is not None and data.name not in names:
-            raise ConfigError(f"data.{key}: only {only}; {data.name} {instead}")
+            raise ConfigError(
+                f"data.{key}: is a key of {', '.join(names)} only; leave it out for {data.name}"
+            )
     if data.download and data.name not in MANUAL_STEPS:
         download_dataset(data.name, data.root)
     if data.name in TORCHVISION_SOURCES:

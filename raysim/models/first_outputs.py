@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +13,7 @@ from raysim.errors import ConfigError
 from raysim.rules.batch import Batch
 from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.loss_task import LossTask
-from raysim.rules.tasks.shipped_tasks import (
-    TASKS,
-    Classification,
-    Multilabel,
-    Regression,
-    as_labels,
-)
+from raysim.rules.tasks.shipped_tasks import TASKS, Classification, Multilabel, Regression
 from raysim.system.global_generators import generators_kept
 from raysim.system.signals import failing_as
 
@@ -30,8 +23,7 @@ def check_outputs(
     shape: tuple[int, ...] | None,
     task: LearningTask,
     label: str,
-    y: np.ndarray | None = None,
-    of_one_number: bool = False,
+    of_one_number: bool,
 ) -> None:
     """Check that a net returns outputs as its learning task expects them.
 
@@ -40,7 +32,6 @@ def check_outputs(
         shape: the expected shape of the output for one example; None: any.
         task: the learning task.
         label: beginning of a message about the net.
-        y: targets of real examples, for the fix in the message; None if there are none.
         of_one_number: whether each example is one number, which the net gets as [B, 1].
 
     Raises:
@@ -63,7 +54,7 @@ def check_outputs(
     if shape is None:
         expected = "[2, ...]"
     else:
-        expected = f"{[2, *shape]}{_fix_of_outputs(task, got, [2, *shape], y)}"
+        expected = f"{[2, *shape]}{_fix_of_outputs(task, got, [2, *shape])}"
         if of_one_number and got == [2, 1, *shape]:  # of an embedding
             expected += "; x is [2, 1] here, so let forward take x[:, 0]"
     raise ConfigError(
@@ -72,19 +63,14 @@ def check_outputs(
     )
 
 
-def _fix_of_outputs(
-    task: LearningTask, got: list[int], expected: list[int], y: np.ndarray | None
-) -> str:
+def _fix_of_outputs(task: LearningTask, got: list[int], expected: list[int]) -> str:
     """Return the advice for outputs of another shape than the task's; "" if there is none."""
     are_classes = len(got) == 2 and got > [2, 1]
     if isinstance(task, LossTask) and not (isinstance(task, Classification) and are_classes):
-        column = ""
-        if are_classes and y is not None and y.shape[1:] == (1,):
-            column = as_labels(y)
         return (
-            f" like task '{task.like}'; {column}set task.like to "
+            f" like task '{task.like}'; set task.like to "
             "any if the loss takes these outputs as they are, or to the task of these outputs "
-            f"({', '.join(TASKS)}; labels of classes are whole numbers y, [n])"
+            f"({', '.join(TASKS)}; labels of classes are whole numbers [n], as y[:, 0])"
         )
     if isinstance(task, Classification) and are_classes:
         why = "some classes have no example"

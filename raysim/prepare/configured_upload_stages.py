@@ -80,13 +80,10 @@ def check_stages(
         key = f"{upload_key}.{i}"
         stage = stage.at_shapes(model.shapes)
         if stage.error_feedback and not stage.contracts:
-            ways = ["leave it out"]
-            for name in ("unbiased", "scaled"):
-                if name in named.parameters:
-                    ways.append(f"leave out {name}")
             raise ConfigError(
                 f"{key}.error_feedback: not with stage '{named.name}', whose error can be larger "
-                f"than the update, so that the memory would grow; {', '.join(ways)}, or use topk"
+                f"than the update, so that the memory would grow; leave it out, or the stage's key "
+                "unbiased or scaled, or use topk"
             )
         if stage.of is not None:
             _check_upload(f"{key}.of", stage.of, client, server)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from raysim.config import explain, loading
-from raysim.config.schema import Config
 from raysim.config.sections.base import name_of
 from raysim.config.shipped_files import shipped_schema
 
@@ -80,8 +79,6 @@ class ShippedMethods:
             node = self._nodes.get(name_of(raw["algorithm"]))
             if node is None:
                 return
-            if node["properties"].keys() & (raw.keys() - Config.model_fields):
-                return  # a hyper-parameter that lacks its section
         explain.validate(raw)
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -59,8 +58,6 @@ from raysim.system import files
 FileDigests = dict[str, dict[str, str]]
 """By configuration key: the sha256 of each file by path, and the version of each distribution."""
 
-SHA256_CHARACTERS = 64
-
 EMPTY_FILE_SHA256 = hashlib.sha256().hexdigest()
 """The sha256 of an empty file."""
 
@@ -77,12 +74,6 @@ GROUPS = {
 
 SECTIONS_WITH_CODE = (*RULES, "task", "model")
 """Sections of the configuration whose `name` can refer to code."""
-
-KEYS_WITH_CODE = re.compile(
-    rf"{'|'.join(SECTIONS_WITH_CODE)}|data|partition(\.phases)?|schedule\.sampling"
-    r"|(groups\.\w+\.)?(client|local\.lr|local\.upload\.\d+)"
-)
-"""Keys of the sections whose `name` can refer to code that determines the result."""
 
 ANNOTATED = ("client", "server", "model")
 """Last parts of the keys of sections whose parameters have annotations, also shipped ones."""
@@ -275,17 +266,11 @@ def check_file_digests(
 
 def _changed_file(key: str, name: str, before: str | None, now: str | None) -> ConfigError:
     """Return the error for a file or a distribution that has changed."""
-    is_code = KEYS_WITH_CODE.fullmatch(key) is not None
-    place = f"{key}.name" if is_code else key
-    # A distribution has a version as value; a sha256 has 64 characters.
-    is_distribution = len(before or now or "") < SHA256_CHARACTERS
-    fix = f"install {before or ''} of it" if is_distribution else "put the old one back"
-    # A fork keeps data, partition and net, so it can only change the rules.
-    is_rule = key.partition(".")[0] in RULES
-    fork = " (`raysim resume --fork` starts from the last checkpoint)" if is_rule else ""
-    kept = " (the old code is in the folder source/ of the run directory)" if is_code else ""
+    versions = f"{(before or 'none')[:12]} then, {(now or 'none')[:12]} now"
     return ConfigError(
-        f"{place}: {name} has changed since this run began; {fix}{kept}, or start a new run{fork}"
+        f"{key}: {name} has changed since this run began ({versions}); put the old one back (old "
+        "code is in the folder source/ of the run directory), or start a new run; with another "
+        "rule `raysim resume --fork` starts from the last checkpoint"
     )
 
 

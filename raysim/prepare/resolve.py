@@ -16,7 +16,7 @@ import torch
 from raysim.config import explain, loading, tracking_uri
 from raysim.config.references import reading_once
 from raysim.config.schema import Config
-from raysim.config.sections.base import name_of, named, with_value
+from raysim.config.sections.base import with_value
 from raysim.config.sections.data import AnyData
 from raysim.data import Dataset, load_dataset
 from raysim.data.partition.groups import local_of_groups
@@ -37,7 +37,6 @@ from raysim.prepare.mode_and_block_size import choose_batching
 from raysim.prepare.workload import Rules, build_problem, build_rules
 from raysim.prepare.written_out import write_out
 from raysim.rules.methods import registry
-from raysim.spelling import lacking
 from raysim.system.deterministic_kernels import set_cuda_variables
 from raysim.training.groups import ClientGroup
 
@@ -107,13 +106,13 @@ def read_run_config(
                 f"{key}: belongs to a sweep, but this is a single run; leave it out, or use raysim "
                 "sweep"
             )
-    if (section := raw.pop("sweep", None)) is not None:
+    if raw.pop("sweep", None) is not None:
         file = "this configuration" if isinstance(source, Mapping) else str(source)
         given = [] if isinstance(overrides, Mapping) else overrides
         command = " ".join([f"raysim sweep {file}", *map(shlex.quote, given)])
         raise ConfigError(
             f"sweep: {file} describes several runs, itself or by what it extends; `{command}` "
-            f"trains them; with --dry-run it lists them, with {_where(section)} only those with a "
+            "trains them; with --dry-run it lists them, with --where KEY=VALUE only those with a "
             "value"
         )
     if "match" in raw:
@@ -121,19 +120,6 @@ def read_run_config(
             f"match: {source} compares two methods; start it with: raysim privacy-match {source}"
         )
     return raw
-
-
-def _where(section: Any) -> str:
-    """Return the option that chooses trials of a section `sweep` by the first value of a key."""
-    for grid in section if isinstance(section, list) else [section]:
-        for key, values in grid.items() if isinstance(grid, Mapping) else ():
-            if isinstance(values, str) and ".." in values:  # such as 0..4
-                values = values.split("..")
-            first = named(values[0]) if isinstance(values, list) and values else None
-            value = first.get("name") if isinstance(first, Mapping) else first
-            if isinstance(value, str | int | float):
-                return f"--where {shlex.quote(f'{key}={value}')}"
-    return "--where KEY=VALUE"
 
 
 @reading_once()
@@ -217,7 +203,6 @@ def load_config(raw: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: the configuration has a mistake, or a file of code has changed.
     """
-    _refuse_bare_hyperparameters(raw)
     config = _with_full_reference(explain.checked_section(Config, raw))
     file_digests.check_file_digests(config.files, file_digests.of_code(config))
     if config.resources.gpus or config.resources.server_on_gpu:
@@ -232,19 +217,6 @@ def load_config(raw: Mapping[str, Any]) -> Config:
     if clients is not None:
         check_cohort(config.schedule, clients)
     return with_absolute_paths(config)
-
-
-def _refuse_bare_hyperparameters(raw: Mapping[str, Any]) -> None:
-    """Refuse a hyper-parameter of the algorithm that lacks its section, such as `mu`."""
-    name = name_of(raw.get("algorithm"))
-    unknown = lacking(raw, Config.model_fields)
-    if not unknown or name is None:
-        return
-    known = registry.algorithm_hyperparameters(name)
-    for key in unknown:
-        sections = {found.partition(".")[0] for found in explain.keys_with_sections(key)}
-        if key in known and not sections - {"data"}:
-            raise ConfigError(f"{key}: unknown key; did you mean algorithm.{key}?")
 
 
 def _with_full_reference(config: Config) -> Config:

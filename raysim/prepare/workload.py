@@ -14,7 +14,7 @@ from raysim import schedule
 from raysim.config.schema import Config
 from raysim.config.sections.data import AnyData
 from raysim.config.sections.schedule import InFlight, OwnSampling, Sync
-from raysim.data import Dataset, load_dataset, split_dataset
+from raysim.data import Dataset, split_dataset
 from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.data.partition.groups import (
     group_members,
@@ -105,9 +105,7 @@ def build_rules(config: Config) -> Rules:
     return Rules(client, server, groups, stages)
 
 
-def build_problem(
-    config: Config, rules: Rules, load: Callable[[AnyData], Dataset] = load_dataset
-) -> Workload:
+def build_problem(config: Config, rules: Rules, load: Callable[[AnyData], Dataset]) -> Workload:
     """Load the data, split it over the clients, build the net, and check schedule and rules.
 
     Args:
@@ -163,7 +161,6 @@ def build_problem(
         n_nonempty=clients.n_nonempty,
         model=config.model.name,
         levels=model.levels,
-        has_features=model.features > 0,
         classes=outputs,
         features=model.features,
         seed=config.seed,

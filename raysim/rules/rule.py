@@ -64,8 +64,6 @@ class Problem:
     """Name of the model in the configuration."""
     levels: int = 0
     """Stages of the model before its classifier; 0 if it does not consist of stages."""
-    has_features: bool = True
-    """Whether the model ends in a linear classifier on a learned representation."""
     lr: float = 0.0
     """Largest local learning rate of the run."""
     classes: int = 0

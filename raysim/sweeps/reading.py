@@ -18,7 +18,7 @@ from raysim.prepare.early_validation import ShippedMethods
 from raysim.spelling import did_you_mean
 from raysim.sweeps import search_space
 from raysim.sweeps.early_stopping import EarlyStopping
-from raysim.sweeps.search_space import Axis, Draw, as_text, title_of
+from raysim.sweeps.search_space import Axis, Draw, title_of
 
 Source = str | Path | Mapping[str, Any]
 """Configuration file, name of a shipped one, or mapping."""
@@ -142,19 +142,7 @@ def trial_error(point: Mapping[str, Any], message: str) -> ConfigError:
         message: what is wrong with the trial.
     """
     title = title_of(point)
-    message += _hint_of_a_list(point, message)
     return ConfigError(f"trial {title}: {message}" if title else message)
-
-
-def _hint_of_a_list(point: Mapping[str, Any], message: str) -> str:
-    """Return how to sweep over a list that stands inside of a value; "" if none is refused."""
-    for key, value in point.items():
-        for inner, values in value.items() if isinstance(value, Mapping) else ():
-            if isinstance(values, list) and f"{key}.{inner}: " in message:
-                shown = {**value, inner: "VALUE"}
-                item = ", ".join(f"{k}: {as_text(v)}" for k, v in shown.items())
-                return f"; to try each of them, list {key}: {{{item}}} once for each value"
-    return ""
 
 
 def read_sweep(

@@ -35,7 +35,6 @@ MISTAKES = [
 ]
 QUICK = {"data": "digits", "rounds": 2, "algorithm": "fedavg"}
 LEFT_TO_THE_WHOLE_VALIDATION = [
-    ["algorithm=fedprox", "mu=0.1"],
     ["algorithm=fedbuff", "schedule.buffer_size=3"],
     ["algorithm=no_such_method", "roundz=3"],
     ["algorithm=fedprox", "algorithm.mju=1"],

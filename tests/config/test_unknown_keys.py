@@ -60,11 +60,11 @@ def test_names_of_other_libraries_lead_to_keys_that_exist():
                     names |= keys(kind, f"{above}{name}.")
         return names
 
-    of_methods = {
-        f"algorithm.{key}"
-        for name in ("fedprox", "fedavgm", "fedadam")
-        for key in registry.algorithm_hyperparameters(name)
-    }
+    of_methods = set()
+    for name in ("fedprox", "fedavgm", "fedadam"):
+        algorithm = registry.find_rule("algorithm", name)
+        for rule in (algorithm.client, algorithm.server):
+            of_methods |= {f"algorithm.{key}" for key in registry.hyperparameter_names(rule)}
     assert set(spelling.COMMON_NAMES.values()) <= keys(Config) | of_methods
     # A word that is a key itself would never be looked up, or be explained wrongly.
     assert not {word for word in spelling.COMMON_NAMES if word in Config.model_fields}

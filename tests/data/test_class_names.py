@@ -226,20 +226,10 @@ def test_quantities_and_names_may_have_gaps(base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("y", "advice"),
-    [
-        (Y[:, None], r"write y\[:, 0\], or see"),
-        (Y[:, None].astype(float), r"write y\[:, 0\].astype\(int\), or see"),
-        (Y.astype(float), r"write y.astype\(int\), or see"),
-        (np.eye(3)[Y], r"write y.argmax\(1\) for one-hot labels, or see"),
-        (np.eye(3, dtype=int)[Y], r"write y.argmax\(1\) for one-hot labels, or see"),
-        (np.eye(3)[Y] / 2 + 0.1, r"\[n\]; see task="),
-        (np.stack([Y, Y], 1), r"\[n\]; see task="),
-        (X[:, 0], r"\[n\]; see task="),
-    ],
+    "y", [Y[:, None], Y[:, None].astype(float), Y.astype(float), np.eye(3)[Y], X[:, 0]]
 )
 @pytest.mark.parametrize("tensors", [False, True])
-def test_the_advice_for_targets_that_are_no_labels_fits_them(base, y, advice, tensors):
+def test_targets_that_are_no_labels_are_refused(base, y, tensors):
     data = (X, torch.tensor(y), X, torch.tensor(y)) if tensors else (X, y, X, y)
-    with pytest.raises(ConfigError, match=rf"expected one integer label .*{advice}"):
+    with pytest.raises(ConfigError, match=r"expected one integer label .* y\[:, 0\] for a column"):
         raysim.run(config(base, data))

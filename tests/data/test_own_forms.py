@@ -299,7 +299,7 @@ def test_a_list_that_may_be_examples_or_sets_of_clients_is_refused(as_mapping):
     """Images and masks of one row, or clients with as many pairs of a row of pixels."""
     images = RNG.normal(size=(4, 1, 3, 3))
     half = [{"x": a, "y": a} if as_mapping else (a, a) for a in images]
-    with pytest.raises(ConfigError, match=r"^data: these are 4 sets .*; if each one is a single"):
+    with pytest.raises(ConfigError, match=r"^data: these are 4 sets .* and stack single examples"):
         made((half, half))
 
 

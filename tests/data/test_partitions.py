@@ -565,7 +565,9 @@ def test_file_missing_or_damaged(tmp_path):
         split_dataset(partition(name="file", path=str(tmp_path / "q.npz")), toy, 0)
     for content in (b"", b"not a zip file"):
         (tmp_path / "r.npz").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"r\.npz is not an \.npz file .*indices and offsets"):
+        with pytest.raises(
+            ConfigError, match=r"r\.npz is no whole \.npz file; .*indices and offsets"
+        ):
             split_dataset(partition(name="file", path=str(tmp_path / "r.npz")), toy, 0)
 
 

@@ -148,7 +148,7 @@ def test_a_users_function_gets_each_clients_examples(own):
         ("outside", "phase 0: client 0 has example 1438, outside 0 to 1437"),
         ("twice", r"phase 0: client \d+ has example \d+ twice"),
         ("kept_out", r"phase 0 example \d+, which is kept out of training"),
-        ("nothing", "no client has training examples in phase 1"),
+        ("nothing", "phase 1: no client has an example"),
         ("missing", "missing"),
         ("unkeyed", "phase 0 other lists when it was called again"),
     ],

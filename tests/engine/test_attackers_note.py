@@ -37,24 +37,20 @@ def notes(base, ragged, caplog):
 
 
 @pytest.mark.parametrize(
-    ("sections", "end"),
+    ("sections", "fix"),
     [
-        ({"algorithm": "krum"}, "about 2 are attackers (groups: bad); set algorithm.attackers=2"),
-        ({"client": "fedavg", "server": "dnc"}, "(groups: bad); set server.attackers=2"),
-        ({"algorithm": "krum", "cohort": 20}, "about 4 are attackers (groups: bad); set algorithm.attackers=4"),
-        ({"algorithm": {"name": "trimmed_mean", "beta": 0.05}, "cohort": 20}, "set algorithm.beta=0.2"),
-        (
-            {"algorithm": "bulyan"},
-            "algorithm.attackers=2 is refused (attackers: Bulyan with 2 attackers needs schedule.cohort >= 4 attackers + 3 = 11, and it is 10; raise it, or lower attackers)",
-        ),
-        ({"algorithm": "trimmed_mean", "share": 0.6}, "algorithm.beta=0.6 is refused (algorithm.beta: input should be less than 0.5 (given: 0.6))"),
+        ({"algorithm": "krum"}, "about 2 are attackers (groups: bad); set algorithm.attackers=2,"),
+        ({"client": "fedavg", "server": "dnc"}, "(groups: bad); set server.attackers=2,"),
+        ({"algorithm": "krum", "cohort": 20}, "about 4 are attackers (groups: bad); set algorithm.attackers=4,"),
+        ({"algorithm": {"name": "trimmed_mean", "beta": 0.05}, "cohort": 20}, "set algorithm.beta=0.2,"),
+        ({"algorithm": "trimmed_mean", "share": 0.6}, "set algorithm.beta=0.6,"),
     ],
 )  # fmt: skip
-def test_it_names_the_number_and_the_key(sections, end, notes):
+def test_it_names_the_number_and_the_key(sections, fix, notes):
     (message,) = notes(**sections)
     rule = sections.get("algorithm", "dnc")
     name = rule if isinstance(rule, str) else rule["name"]
-    assert message.startswith(f"{name} expects ") and message.endswith(end)
+    assert message.startswith(f"{name} expects ") and fix in message
 
 
 @pytest.mark.parametrize(

@@ -135,10 +135,10 @@ def test_private_cohorts_do_not_show_who_has_examples():
 @pytest.mark.parametrize(
     ("sections", "way_out"),
     [
-        ({"partition": [list(range(28)), [], []]}, "leave them out of the partition"),
+        ({"partition": [list(range(28)), [], []]}, "fewer partition.clients"),
         (
             {"partition": {"name": "dirichlet", "clients": 35, "alpha": 0.1, "min_samples": 0}},
-            "partition.min_samples=1",
+            "larger partition.min_samples",
         ),
         (
             {"partition": {"name": "iid", "clients": 30, "val_fraction": 0.4}},

@@ -267,9 +267,9 @@ def test_mistakes_are_refused_before_the_run(groups, message, config, base, sour
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        ({"attacker": {"share": 0.2}}, r"groups\.attacker: its clients .* did you mean groups\.attackers\?"),
+        ({"attacker": {"share": 0.2}}, r"groups\.attacker: its clients .* give 'client' or"),
         ({"attacker": {"share": 0.2, "local": {}}}, r"groups\.attacker: its clients .* give 'client' or"),
-        ({"attacker": {"client": "fedprox"}}, r"groups\.attacker: give one of .* mean groups\.attackers\?"),
+        ({"attacker": {"client": "fedprox"}}, r"groups\.attacker: give one of"),
         ({"slow": {"share": 0.2}}, r"groups\.slow: its clients .*name\)$"),
     ],
 )  # fmt: skip

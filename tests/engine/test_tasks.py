@@ -360,7 +360,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("regression", {"algorithm": "fedreg"}, "client rule 'fedreg' needs class labels, which task 'regression' has not"),
     ("multilabel", {"algorithm": "fedmlb"}, "client rule 'fedmlb' needs class labels"),
     ("multilabel", {"evaluate": {"metrics": ["backdoor"]}}, "evaluate.metrics: 'backdoor' does not fit the data: the trigger is for images"),
-    ("classification", {"algorithm": "fedopt"}, "unknown algorithm 'fedopt'; did you mean fedadagrad or fedadam"),
+    ("classification", {"algorithm": "fedopt"}, "unknown algorithm 'fedopt'; did you mean fedadagrad or fedadam.*`raysim list algorithms` names all"),
     ("classification", {"groups": {"bad": {"share": 0.4, "client": "model_replacement"}}}, "did you mean backdoor"),
     ("next_token", {"algorithm": "moon"}, "moon"),
     ("multilabel", {"partition": {"name": "dirichlet", "clients": 5, "alpha": 1.0}}, "partition"),

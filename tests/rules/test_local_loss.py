@@ -70,7 +70,9 @@ def test_the_loss_of_all_examples_is_not_private(config, engine):
 
 def test_features_of_a_net_without_a_classifier_on_them_are_refused(config, base):
     given = config(client="FILE:Tells", server="FILE:Means", model={"name": "logistic"})
-    with pytest.raises(ConfigError, match=r"model: client rule 'tells' sends 'mean' .*'logistic'"):
+    with pytest.raises(
+        ConfigError, match=r"model: client rule 'tells' needs features, but 'logistic'"
+    ):
         prepare({**base, **given})
 
 

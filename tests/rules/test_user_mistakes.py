@@ -248,16 +248,10 @@ NEEDY = PAIR.replace("    mu = 0.1\n", '    needs = ("x", "c")\n').replace(
 )
 
 
-def test_a_half_of_a_pair_says_how_to_name_both(mine, tmp_path):
-    file = f"{tmp_path}/mine.py"
-    both = f"client={file}:CLASS server={file}:CLASS, or an Algorithm of both"
+def test_a_half_of_a_pair_says_how_to_name_both(mine):
     message = refused(mine(NEEDY, name=":Half"))
-    assert message.endswith(
-        f"; {file}:Half is one rule, and fedavg is the other half: name both as {both}"
-    )
-    # These name both halves.
-    assert both not in refused(mine(NEEDY, name=":Half"), {"server": "fedavg"})
-    assert both not in refused(mine(NEEDY.replace("provides", "_provides"), name=":pair"))
+    assert "with server rule 'fedavg'" in message
+    assert message.endswith("as client=NAME server=NAME or an Algorithm of both")
 
 
 def test_a_wrong_name_lists_algorithms_first(mine):
@@ -290,7 +284,7 @@ def test_keys_of_a_half_beside_an_algorithm_are_sent_to_it(half, key, mine):
     message = refused(mine(PAIR, name=":pair"), {"algorithm": "fedprox", f"{half}.{key}": 0.5})
     assert message == (
         f"{half}.name: missing; with algorithm=fedprox its hyper-parameters are keys of "
-        f"`algorithm`: write algorithm.{key}=0.5"
+        "`algorithm`, as algorithm.KEY=VALUE"
     )
 
 
@@ -475,7 +469,7 @@ class Takes(ServerRule):
     message = r"the client sends 'delta', 'drifft'; did you mean 'drift'\? \(.*pair\.py, line 5\)"
     with pytest.raises(ConfigError, match=message):
         refuse_pair(client(), server())
-    with pytest.raises(ConfigError, match="does; see `raysim list pairs`"):
+    with pytest.raises(ConfigError, match=r"does \(`raysim list pairs`\)"):
         refuse_pair(find_rule("client", "fedavg")(), find_rule("server", "scaffold")())
 
 

@@ -84,7 +84,7 @@ def test_a_resume_calls_it_for_further_rounds_and_refuses_another_one(base, dige
     first = raysim.run(config, tracking=False)
     assert raysim.resume(first.run_dir, {"rounds": 3}).digest == whole
     (tmp_path / "schedules.py").write_text(SCHEDULES.replace("0.5", "0.6"))
-    with pytest.raises(ConfigError, match=r"^local\.lr\.name: schedules\.py has changed since"):
+    with pytest.raises(ConfigError, match=r"^local\.lr: schedules\.py has changed since"):
         raysim.resume(first.run_dir, {"rounds": 4})
 
 

@@ -318,20 +318,6 @@ def test_mistakes_come_before_anything_starts(section, overrides, said, raysim_,
     assert sorted(path.name for path in here.iterdir()) == ["config.yaml"]
 
 
-@pytest.mark.parametrize(
-    ("item", "hint"),
-    [
-        ({"name": "fedprox", "mu": [0.1, 1.0]}, "list algorithm: {name: fedprox, mu: VALUE} once"),
-        ({"name": "fedprox", "mu": -1}, None),
-    ],
-)
-def test_a_list_inside_of_a_value_says_how_to_sweep_over_it(item, hint, here):
-    with pytest.raises(ConfigError, match=r"algorithm\.mu: ") as error:
-        prepare_sweep({**SMALL, "sweep": {"algorithm": ["fedavg", item]}})
-    assert ("for each value" in str(error.value)) == (hint is not None)
-    assert hint is None or hint in str(error.value)
-
-
 CLAIM = {"says": "a", "left": {}, "is": "above", "right": {"where": {"algorithm": "fedavg"}}}
 
 
@@ -366,16 +352,9 @@ def test_a_sweep_is_not_a_run(raysim_):
     assert refused.code == 2 and "raysim sweep many.yaml" in refused.err
     err = raysim_("run", "many.yaml", "rounds=2").err
     assert "`raysim sweep many.yaml rounds=2` trains them; with --dry-run it lists them" in err
-    assert "with --where seed=0 only those" in err
+    assert "with --where KEY=VALUE only those" in err
     with pytest.raises(ConfigError, match="several runs"):
         raysim.run({**SMALL, "sweep": {"seed": [1]}})
-    for section, where in (
-        ({"algorithm": [{"name": "krum", "attackers": 2}, "median"]}, "algorithm=krum"),
-        ([{"early_stopping": {}, "local.lr": [0.1]}, {"seed": [3]}], "local.lr=0.1"),
-        ({"local.lr": "loguniform(1e-3, 1)"}, "KEY=VALUE"),
-    ):
-        with pytest.raises(ConfigError, match=f"--where {where} only those"):
-            raysim.run({**SMALL, "sweep": section})
 
 
 # -- draws -----------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,6 @@ prices and times, unless the user gives the number of classes."""
 
 MAX_CLASSES = 1_000_000
 """Largest number of classes that a user can give; each has a name."""
-
-MAX_COLUMNS_SHOWN = 5
-"""Number of columns of a table that a message names."""
 
 
 class ExampleReader(FormReader):
@@ -195,16 +192,14 @@ class ExampleReader(FormReader):
         """
         columns = list(map(str, getattr(train, "columns", ())))
         other_columns = list(map(str, getattr(other, "columns", ())))
-        if not columns or not other_columns or columns == other_columns:
+        if not columns or not other_columns:
             return
-        what = f"{other_name} has the columns of {name} in another order"
-        if Counter(columns) != Counter(other_columns):
-            missing = _missing_columns(other_name, other_columns, columns)
-            missing += _missing_columns(name, columns, other_columns)
-            what = " and ".join(missing)
-        raise self.error(
-            f"{what}; give both the same columns in the same order, for example test[train.columns]"
-        )
+        for k, (column, other_column) in enumerate(zip_longest(columns, other_columns)):
+            if column != other_column:
+                raise self.error(
+                    f"column {k} of {name} is {column!r}, that of {other_name} {other_column!r}; "
+                    "give both the same columns in the same order, for example test[train.columns]"
+                )
 
     def one_of(self, users: Any, split: str, others: Mapping[str, Any], key: str) -> Any:
         """Return the users of a half, its own or those of the mapping around it; refuse both.
@@ -334,12 +329,3 @@ def _as_images(x: np.ndarray) -> np.ndarray:
         return x
     channels_last = x.ndim == 4 and x.shape[1] not in (1, 3) and x.shape[3] in (1, 3)
     return channels_first(x, upright=False) if x.ndim == 3 or channels_last else x
-
-
-def _missing_columns(name: str, columns: list[str], wanted: list[str]) -> list[str]:
-    """Return in words which columns a table lacks, and how many more than a few; [] for none."""
-    missing = list((Counter(wanted) - Counter(columns)).elements())
-    if not missing:
-        return []
-    more = f" and {len(missing) - MAX_COLUMNS_SHOWN} more" if missing[MAX_COLUMNS_SHOWN:] else ""
-    return [f"{name} has no column {', '.join(missing[:MAX_COLUMNS_SHOWN])}{more}"]

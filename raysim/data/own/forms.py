@@ -107,17 +107,12 @@ class FormReader(ArrayReader):
     def _refuse_clients(self, parts: Collection[Any]) -> None:
         """Refuse the examples of each client by itself."""
         if parts and all(map(_is_set_of_examples, parts)):
-            three = "; of training, validation and test set leave the second out, and set "
-            three += "partition.val_fraction"
-            single = (
-                "; if each one is a single example, stack them, or wrap them in a torch Dataset"
-            )
             raise self.error(
                 f"these are {len(parts)} sets of examples, as if each client had its own; give one "
                 "training set of all clients (torch.utils.data.ConcatDataset joins data sets), a "
                 "test set, and the client of each training example as users, with "
-                f"partition=natural{three if len(parts) == 3 else ''}"
-                f"{single if all(map(_is_pair, parts)) else ''}"
+                "partition=natural; leave a validation set out (partition.val_fraction makes one), "
+                "and stack single examples, or wrap them in a torch Dataset"
             )
 
     def half(self, half: Any, split: str) -> Half:

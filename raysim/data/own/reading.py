@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from raysim.config.sections.data import Arrays, OwnData
-from raysim.config.users_function import call_function
+from raysim.config.users_function import users_function
 from raysim.data.class_names import in_names_order
 from raysim.data.dataset import Dataset, normalise_by_imagenet
 from raysim.data.own.example_reader import ExampleReader, number_of_labels
@@ -53,7 +53,7 @@ def from_function(data: OwnData, function: str) -> Dataset:
     """
 
     def load() -> Dataset:
-        content = call_function("data", function, data.parameters)
+        content = users_function("data", function, data.parameters, 0)()
         return make_dataset(data.name, content, f"data.name: {data.name}")
 
     start = time.perf_counter()

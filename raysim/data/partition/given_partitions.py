@@ -11,7 +11,7 @@ import numpy as np
 
 from raysim.config.sections.data import OwnPartition
 from raysim.config.sections.phases import OwnPhases
-from raysim.config.users_function import call_function
+from raysim.config.users_function import users_function
 from raysim.data.own.npz import read_arrays
 from raysim.data.own.stored import is_stored, stored_arrays
 from raysim.data.partition.clients import ExampleLists
@@ -49,7 +49,7 @@ def read_partition(path: Path, n: int) -> ExampleLists:
         )
     # A partition from Python is in a file that the user does not know.
     place = "partition" if is_stored(path) else f"partition.path: {path}"
-    _check_indices(lists, n, place)
+    check_indices(lists, n, place)
     return lists
 
 
@@ -66,7 +66,7 @@ def divide_by_function(p: OwnPartition, y: np.ndarray, rng: np.random.Generator)
     """
     place = f"partition.name: {p.name}"
     lists = lists_of_function("partition", p, (y, p.clients, rng), f"{place} returned", p.clients)
-    _check_indices(lists, len(y), place, p.overlap)
+    check_indices(lists, len(y), place, p.overlap)
     return lists
 
 
@@ -76,7 +76,6 @@ def lists_of_function(
     arguments: tuple[Any, ...],
     place: str,
     n_clients: int,
-    n: int | None = None,
 ) -> ExampleLists:
     """Return the lists of a user's function, which is called twice with copies of its arguments.
 
@@ -84,18 +83,27 @@ def lists_of_function(
         section: section of the configuration that names the function.
         p: the section.
         arguments: the function's arguments; the last one is its generator.
-        place: see `as_lists`.
-        n_clients: see `as_lists`.
-        n: see `as_lists`.
+        place: key, name of the function and "returned", with which errors begin.
+        n_clients: number of clients.
 
     Raises:
-        ConfigError: the function fails, returns no lists, or others the second time.
+        ConfigError: the function fails, returns no list of positions for each client, or others
+            the second time.
     """
+    function = users_function(section, p.name, p.parameters, len(arguments))
     calls = []
     for _ in range(2):
-        copies = copy.deepcopy(arguments)
-        returned = call_function(section, p.name, p.parameters, *copies)
-        calls.append(as_lists(returned, place, n_clients, n))
+        returned = function(*copy.deepcopy(arguments))
+        try:
+            lists = _joined(returned)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{place} a {type(returned).__name__}; return a list with the positions of each "
+                f"client's examples: {error}"
+            ) from None
+        if len(lists) != n_clients:
+            raise ConfigError(f"{place} {len(lists)} clients; partition.clients is {n_clients}")
+        calls.append(lists)
     first, second = calls
     for a, b in ((first.indices, second.indices), (first.offsets, second.offsets)):
         if not np.array_equal(a, b):
@@ -104,32 +112,6 @@ def lists_of_function(
                 "draw from its last argument, a numpy.random.Generator"
             )
     return first
-
-
-def as_lists(returned: Any, place: str, n_clients: int, n: int | None = None) -> ExampleLists:
-    """Return the lists that a user's function returned.
-
-    Args:
-        returned: what it returned.
-        place: key, name of the function and "returned", with which errors begin.
-        n_clients: number of clients.
-        n: number of training examples, to check the positions; None: they are not checked.
-
-    Raises:
-        ConfigError: it is no list of positions for each client, or a position is wrong.
-    """
-    try:
-        lists = _joined(returned)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{place} a {type(returned).__name__}; return a list with the positions of each "
-            f"client's examples: {error}"
-        ) from None
-    if len(lists) != n_clients:
-        raise ConfigError(f"{place} {len(lists)} clients; partition.clients is {n_clients}")
-    if n is not None and len(lists.indices):
-        _check_indices(lists, n, place, overlap=True)
-    return lists
 
 
 def _joined(entries: Iterable[Any]) -> ExampleLists:
@@ -174,7 +156,7 @@ def store_partition(lists: Sequence[Any] | Mapping[Any, Any]) -> dict[str, Any]:
                 f"partition: expected the positions of client {k}'s examples: {error}"
             ) from None
     joined = _joined(clients)
-    _check_indices(joined, None, "partition")
+    check_indices(joined, None, "partition")
     path = stored_arrays("partition", {"indices": joined.indices, "offsets": joined.offsets})
     return {"name": "file", "path": str(path)}
 
@@ -190,7 +172,7 @@ def _in_order(lists: Mapping[Any, Any]) -> list[Any]:
     return [lists[client] for client in range(len(lists))]
 
 
-def _check_indices(lists: ExampleLists, n: int | None, place: str, overlap: bool = False) -> None:
+def check_indices(lists: ExampleLists, n: int | None, place: str, overlap: bool = False) -> None:
     """Refuse indices that are no examples, and examples that occur twice.
 
     Args:
@@ -198,6 +180,9 @@ def _check_indices(lists: ExampleLists, n: int | None, place: str, overlap: bool
         n: number of examples; None: not yet known.
         place: key and source, with which errors begin.
         overlap: whether clients may share examples. No client has one twice.
+
+    Raises:
+        ConfigError: there is such an index, or no client has an example.
     """
     indices, client = lists.indices, lists.owners
     if not len(indices):

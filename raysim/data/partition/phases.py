@@ -15,7 +15,7 @@ import numpy as np
 from raysim.config.sections.phases import ClassTasks, OwnPhases, Redraw
 from raysim.data.dataset import Dataset
 from raysim.data.partition.clients import Clients, ExampleLists, union
-from raysim.data.partition.given_partitions import lists_of_function
+from raysim.data.partition.given_partitions import check_indices, lists_of_function
 from raysim.errors import ConfigError
 from raysim.randomness import generator
 
@@ -144,9 +144,8 @@ def _by_function(
         place = f"partition.phases.name: {phases.name} returned for phase {phase}"
         rng = generator(seed, "own phase", phase)
         arguments = (dataset.y, own, phase, rng)
-        of_phase = lists_of_function(
-            "partition.phases", phases, arguments, place, len(clients), len(dataset.y)
-        )
+        of_phase = lists_of_function("partition.phases", phases, arguments, place, len(clients))
+        check_indices(of_phase, len(dataset.y), place, overlap=True)
         if not trains[of_phase.indices].all():
             wrong = of_phase.indices[~trains[of_phase.indices]][0]
             raise ConfigError(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raysim.config.sections.data import Data
-from raysim.data.dataset import Dataset, normalise_by_imagenet
+from raysim.data.dataset import Dataset, normalise_by_imagenet, path_of_files
 from raysim.data.images import cached, common_form, decode_images
 from raysim.data.own.natural_users import number_users
 from raysim.errors import ConfigError, unreadable
@@ -48,9 +48,7 @@ def load_users(data: Data) -> Dataset:
     Raises:
         ConfigError: the path is missing, or its tables or images cannot be used.
     """
-    if data.path is None:
-        raise ConfigError(f"data.path: missing; data.name=users needs {FORMAT}")
-    path = Path(data.path).expanduser()
+    path = path_of_files(data)
     is_file = path.is_file()
     folder = path.parent if is_file else path
     train, test = _rows_of_file(path) if is_file else _rows_of_folder(path)

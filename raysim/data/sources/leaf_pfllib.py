@@ -21,18 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raysim.config.sections.data import Data
-from raysim.data.dataset import Dataset
+from raysim.data.dataset import MANUAL_STEPS, Dataset, path_of_files
 from raysim.data.own.reading import make_dataset
 from raysim.errors import ConfigError, in_a_line, unreadable
 from raysim.spelling import lacking
 
 logger = logging.getLogger("raysim")
-
-LEAF_LAYOUT = "train/ and test/, each with .json files of user_data"
-"""Contents of a folder of LEAF's files, for error messages."""
-
-PFLLIB_LAYOUT = "train/ and test/, each with a file N.npz for each client N"
-"""Contents of a folder of PFLlib's files, for error messages."""
 
 LEAF_LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """The characters of LEAF's Shakespeare in the order of their numbers; others share one more."""
@@ -75,7 +69,7 @@ def load_leaf(data: Data) -> Dataset:
     Raises:
         ConfigError: the path is missing, or its files cannot be used.
     """
-    return _load(data, LEAF_LAYOUT, "*.json", _leaf_clients)
+    return _load(data, "*.json", _leaf_clients)
 
 
 def load_pfllib(data: Data) -> Dataset:
@@ -87,28 +81,15 @@ def load_pfllib(data: Data) -> Dataset:
     Raises:
         ConfigError: the path is missing, or the files cannot be used.
     """
-    return _load(data, PFLLIB_LAYOUT, "*.npz", _pfllib_clients)
+    return _load(data, "*.npz", _pfllib_clients)
 
 
-def _folder(data: Data, layout: str) -> Path:
-    """Return the folder `data.path`; refuse one without train/ and test/."""
-    if data.path is None:
-        raise ConfigError(
-            f"data.path: missing; data.name={data.name} needs the folder that holds {layout}"
-        )
-    folder = Path(data.path).expanduser()
+def _load(data: Data, pattern: str, read: Read) -> Dataset:
+    """Load the files of both halves; each client is a natural user with its own test examples."""
+    folder = path_of_files(data)
     for needed in (folder, folder / "train", folder / "test"):
         if not needed.is_dir():
-            raise ConfigError(
-                f"data.path: there is no folder {needed}; data.name={data.name} needs the folder "
-                f"that holds {layout}"
-            )
-    return folder
-
-
-def _load(data: Data, layout: str, pattern: str, read: Read) -> Dataset:
-    """Load the files of both halves; each client is a natural user with its own test examples."""
-    folder = _folder(data, layout)
+            raise ConfigError(f"data.path: there is no folder {needed}; {MANUAL_STEPS[data.name]}")
     train = _clients(folder / "train", pattern, read)
     test = _clients(folder / "test", pattern, read)
     content: dict[str, Any] = {

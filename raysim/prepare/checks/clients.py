@@ -18,12 +18,6 @@ from raysim.spelling import did_you_mean, lacking
 
 logger = logging.getLogger("raysim")
 
-WAYS_OUT = {
-    "dirichlet": "partition.min_samples=1 avoids it",
-    "slow_class": "fewer partition.clients or a larger partition.alpha may avoid it",
-}
-"""Advice against clients without examples, for some kinds of partition."""
-
 
 def check_cohort(
     schedule: Sync | InFlight, clients: int, source: str = "partition.clients gives"
@@ -84,16 +78,13 @@ def warn_of_empty_clients(
     empty = split.n_training - split.n_nonempty
     if not empty:
         return
-    way_out = WAYS_OUT.get(config.partition.name, "leave them out of the partition")
-    if config.partition.val_fraction:
-        way_out = "a smaller partition.val_fraction may avoid it"
     logger.warning(
         "%d of %d clients have no training examples; they never train, and methods count N = %d "
-        "clients (%s)",
+        "clients (fewer partition.clients, a larger partition.min_samples or partition.alpha or a "
+        "smaller partition.val_fraction may avoid it)",
         empty,
         clients.n_training,
         clients.n_nonempty,
-        way_out,
     )
 
 
@@ -113,11 +104,6 @@ def check_client_evaluation(config: Config) -> None:
         raise ConfigError(f"evaluate.clients.exclude: the run has no group '{name}'{known}")
     if config.partition.test or config.partition.val:
         return
-    if config.partition.name == "virtual":
-        raise ConfigError(
-            "evaluate.clients: virtual clients share their examples, so they have no test "
-            "examples of their own; leave it out, or use another partition"
-        )
     raise ConfigError(
         "evaluate.clients: the clients have no test examples; set partition.test.fraction=0.2, "
         "partition.test=matched or, for users with test examples of their own, "

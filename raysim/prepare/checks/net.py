@@ -20,7 +20,6 @@ from raysim.models import build
 from raysim.models.checks.coupled_examples import couples_in_evaluation
 from raysim.models.flat import BoundModel, Model
 from raysim.system import startup_stages
-from raysim.system.files import is_path
 from raysim.system.global_generators import generators_kept
 
 logger = logging.getLogger("raysim")
@@ -160,10 +159,7 @@ def check_net_is_finite(config: Config, net: nn.Module) -> None:
             tensors |= dict(module.named_buffers(prefix))
     for name, value in tensors.items():
         if not torch.isfinite(value.detach()).all():
-            parameters = config.model.parameters.values()
-            files = [text for text in parameters if isinstance(text, str) and is_path(text)]
-            hint = f"; check {' and '.join(files)}" if files else ""
             raise ConfigError(
-                f"model.name: the initial '{name}' of model '{config.model.name}' is not "
-                f"finite{hint}"
+                f"model.name: the initial '{name}' of model '{config.model.name}' is not finite; "
+                "check the file of weights, or the net's initialisation"
             )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from torch import nn
-
 from raysim.config.schema import Config
 from raysim.config.sections.privacy import ClientPrivacy
 from raysim.config.sections.schedule import (
@@ -51,9 +49,7 @@ def check_privacy(config: Config, client: ClientRule, server: ServerRule, model:
             "privacy.noise_multiplier: 0 adds no noise, so the run is not private (epsilon is "
             "infinite)"
         )
-    batch_norm = nn.modules.batchnorm._BatchNorm
-    has_norm = any(isinstance(module, batch_norm) for module in model.module.modules())
-    if has_norm or model.buffer_size or couples_examples(model):
+    if model.buffer_size or couples_examples(model):
         raise ConfigError(
             f"privacy: model '{config.model.name}' has BatchNorm, random numbers that "
             "examples share, or the like, which makes the gradient of an example depend on the "

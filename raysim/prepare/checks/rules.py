@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from raysim.prepare.checks.privacy import check_privacy
 from raysim.rules.contract import ClientRule, ServerRule, half_of, overridden
 from raysim.rules.errors.user_code import translate_errors
 from raysim.rules.methods import registry
-from raysim.rules.methods.parameters import build_part
 from raysim.rules.rule import SHIPPED_PACKAGE, Problem, family, place_of_metric
 from raysim.rules.uploads import declared, with_mode
 from raysim.system import startup_stages
@@ -76,13 +75,9 @@ def check_rule(section: str, rule: ClientRule | ServerRule, problem: Problem) ->
     """
     half = half_of(rule)
     _check_logs(section, half, rule)
-    for key, upload in declared(getattr(rule, "sends", ())).items():
-        if not problem.features and "F" in getattr(upload, "sizes", ()):
-            raise ConfigError(
-                f"model: client rule '{rule.name}' sends '{key}' with a size of F features, but "
-                f"'{problem.model}' does not end in a linear classifier on features"
-            )
-    if rule.needs_features and not problem.has_features:
+    uploads = declared(getattr(rule, "sends", ())).values()
+    sends_features = any("F" in getattr(upload, "sizes", ()) for upload in uploads)
+    if not problem.features and (rule.needs_features or sends_features):
         raise ConfigError(
             f"model: {half} rule '{rule.name}' needs features, but '{problem.model}' does not end "
             "in a linear classifier on features that it learns; take another net"
@@ -308,14 +303,15 @@ def note_attackers(raw: Mapping[str, Any], plan: Plan) -> None:
     names = " and ".join(plan.groups[k - 1].name for k in attacking)
     startup_stages.notes.info(
         "%s expects %s=%s, but of the %d clients of a round about %d are attackers "
-        "(groups: %s); %s",
+        "(groups: %s); set %s=%g, or take fewer attackers or another rule if it refuses that",
         server.name,
         key,
         value,
         cohort,
         n_attackers,
         names,
-        _fix_for_attackers(key, server, needed, plan.problem),
+        key,
+        needed,
     )
 
 
@@ -348,18 +344,6 @@ def note_averaged_statistics(plan: Plan) -> None:
             plan.server.name,
             fix,
         )
-
-
-def _fix_for_attackers(key: str, server: ServerRule, needed: float, problem: Problem) -> str:
-    """Return the advice to set a server rule for more attackers, or why it cannot be."""
-    section = key.partition(".")[0]
-    values = {f.name: getattr(server, f.name) for f in fields(server)}
-    try:
-        rule = build_part(section, type(server), {**values, server.attackers_key: needed})
-        rule.check(problem)
-    except (ConfigError, ValueError) as error:
-        return f"{key}={needed:g} is refused ({error})"
-    return f"set {key}={needed:g}"
 
 
 def _may_weigh_by_samples(raw: Mapping[str, Any], plan: Plan) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import get_args
 
 from raysim.config.schema import Config
-from raysim.config.sections.data import Arrays
 from raysim.data import Dataset
 from raysim.errors import ConfigError
 from raysim.prepare.configured_task import task_data
@@ -40,7 +39,6 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
     except ValueError as error:
         raise ConfigError(
             f"task: '{task.name}' does not fit data '{dataset.name}': {error}"
-            f"{_number_of_classes(config, task, dataset)}"
         ) from None
     # A loss that ignores labels outside of the classes knows how many classes there are.
     if task.class_labels and outputs == dataset.n_classes:
@@ -52,23 +50,6 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
             "1 from outputs()"
         )
     return outputs
-
-
-def _number_of_classes(config: Config, task: LearningTask, dataset: Dataset) -> str:
-    """Return the advice for classes that only the test half has; "" if that is not the mistake."""
-    is_counted = task.class_labels and dataset.are_labelled and not dataset.classes_declared
-    if not is_counted or dataset.y_test.dtype.kind not in "iu":
-        return ""
-    largest = int(dataset.y_test.max(initial=0))
-    if largest < dataset.n_classes:
-        return ""
-    n_classes = largest + 1
-    if isinstance(config.data, Arrays):
-        return f"; if class {largest} has no training example, set data.classes={n_classes}"
-    return (
-        f"; if class {largest} has no training example, give the number of classes, {n_classes}, "
-        "as `classes` of the data"
-    )
 
 
 def check_rules_of_task(task: LearningTask, *rules: ClientRule | ServerRule) -> None:

@@ -7,9 +7,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, get_args
 
-from raysim.config.objects import python_objects
-from raysim.config.references import load_object
-from raysim.config.schema import FEDAVG, Config
+from raysim.config.schema import Config
 from raysim.config.sections.base import Named
 from raysim.errors import ConfigError, errors_begin
 from raysim.rules.contract import Algorithm, ClientRule, ServerRule, half_of, overridden
@@ -53,10 +51,7 @@ def resolve_rules(config: Config) -> tuple[ClientRule, ServerRule]:
     for half, rule in parts.items():
         _check_properties(config.section_of_rule(half), rule)
     client, server = parts["client"], parts["server"]
-    try:
-        refuse_pair(client, server)
-    except ConfigError as error:
-        raise ConfigError(f"{error}{_completed_by(config)}") from None
+    refuse_pair(client, server)
     return client, server
 
 
@@ -104,12 +99,12 @@ def refuse_pair(client: ClientRule, server: ServerRule) -> None:
     if missing := lacking(client.needs, server.provides):
         raise ConfigError(
             f"{pair}: the client needs {_quoted(missing)}, which the server does not broadcast"
-            + _fix_of_pair(missing, server.provides, server, "the server provides", client)
+            + _fix_of_pair(missing, server.provides, server, "the server provides")
         )
     if missing := lacking(server.uploads, client.sends):
         raise ConfigError(
             f"{pair}: the server takes {_quoted(missing)}, which the client does not send"
-            + _fix_of_pair(missing, client.sends, client, "the client sends", server)
+            + _fix_of_pair(missing, client.sends, client, "the client sends")
         )
     if (why := why_not_declared(server.uploads, client.sends)) is not None:
         raise ConfigError(f"{pair}: {why}")
@@ -149,7 +144,6 @@ def _fix_of_pair(
     keys: Iterable[str],
     rule: ClientRule | ServerRule,
     has: str,
-    other: ClientRule | ServerRule,
 ) -> str:
     """Return the end of the message of two rules that do not fit.
 
@@ -158,11 +152,12 @@ def _fix_of_pair(
         keys: the keys that it has.
         rule: the rule that lacks them; if it is a user's one, the keys may be misspelled.
         has: the words before its keys.
-        other: the rule that asks for them.
     """
     if is_shipped(rule):
-        listed = "; see `raysim list pairs`" if is_shipped(other) else ""
-        return f"; pair it with a {half_of(rule)} rule that does{listed}"
+        return (
+            f"; pair it with a {half_of(rule)} rule that does (`raysim list pairs`), as "
+            "client=NAME server=NAME or an Algorithm of both"
+        )
     near = [word for word in missing if difflib.get_close_matches(word, keys, n=1)]
     hint = f"; did you mean {_quoted(near)}?" if near else ""
     if isinstance(rule, ServerRule) and overridden(rule, ["sent_to"]):
@@ -180,7 +175,7 @@ def _rules_of_algorithm(config: Config) -> dict[str, Any]:
     parameters = config.algorithm.parameters
     _refuse_unknown_values(algorithm)
     preset = _preset_values(algorithm, parameters.pop("preset", None))
-    _refuse_unknown_parameters(algorithm, classes.values(), parameters, config)
+    _refuse_unknown_parameters(algorithm, classes.values(), parameters)
     values = {**algorithm.settings, **preset, **parameters}
     return {
         half: build_part(
@@ -216,16 +211,16 @@ def _preset_values(algorithm: Algorithm, name: Any) -> Mapping[str, Any]:
 
 
 def _refuse_unknown_parameters(
-    algorithm: Algorithm, classes: Collection[type], parameters: Iterable[str], config: Config
+    algorithm: Algorithm, classes: Collection[type], parameters: Iterable[str]
 ) -> None:
     """Refuse a parameter of the section `algorithm` that none of its rules in use has."""
     known = {*itertools.chain(*map(hyperparameter_names, classes))}
+    whole = len(classes) == 2
+    without = "" if whole else ", of which `client` or `server` replaces a rule"
     for key in lacking(parameters, known):
-        unknown = f"unknown key of '{algorithm.name}'"
         hint = untyped(classes, key) or did_you_mean(key, known)
-        reason = _of_a_replaced_half(algorithm, config, key) or f"{unknown}{hint}"
-        raise ConfigError(f"algorithm.{key}: {reason}")
-    if len(classes) == 1:
+        raise ConfigError(f"algorithm.{key}: unknown key of '{algorithm.name}'{without}{hint}")
+    if not whole:
         return
     of_client = hyperparameter_names(algorithm.client)
     for key in parameters:
@@ -234,19 +229,6 @@ def _refuse_unknown_parameters(
                 f"algorithm.{key}: every server rule has this key, and so has "
                 f"{algorithm.client.__name__}; give that of the client rule another name"
             )
-
-
-def _of_a_replaced_half(algorithm: Algorithm, config: Config, key: str) -> str:
-    """Return the fix for a hyper-parameter whose rule `client` or `server` replaces, or ""."""
-    halves = {"client": algorithm.client, "server": algorithm.server}
-    for half, kept in (("client", "server"), ("server", "client")):
-        section: Named | None = getattr(config, half)
-        if section is not None and key in hyperparameter_names(halves[half]):
-            return (
-                f"belongs to the {half} rule of '{algorithm.name}', which {half}={section.name} "
-                f"replaces; write algorithm=null {kept}={halves[kept].name} {half}={section.name}"
-            )
-    return ""
 
 
 def _check_properties(section: str, rule: ClientRule | ServerRule) -> None:
@@ -260,21 +242,6 @@ def _check_properties(section: str, rule: ClientRule | ServerRule) -> None:
         failed = f"{section}.name: {name} of {half} rule '{type(rule).name}' failed"
         with failing_as(lambda why, failed=failed: ConfigError(f"{failed}: {why}")):
             getattr(rule, name)
-
-
-def _completed_by(config: Config) -> str:
-    """Return how to name both halves if the algorithm is a single rule of the user's; else ""."""
-    if config.algorithm is None or config.client is not None or config.server is not None:
-        return ""
-    name = config.algorithm.name
-    file = name.rpartition(":")[0]
-    is_of_python = name.startswith(python_objects.PREFIX)
-    if not file or is_of_python or isinstance(load_object(name, "algorithm.name"), Algorithm):
-        return ""
-    return (
-        f"; {name} is one rule, and {FEDAVG} is the other half: name both as "
-        f"client={file}:CLASS server={file}:CLASS, or an Algorithm of both"
-    )
 
 
 def _quoted(words: Iterable[str]) -> str:

@@ -171,7 +171,7 @@ def find_rule(section: str, name: str) -> Any:
     hint = f"; did you mean {' or '.join(in_file)}?" if in_file else did_you_mean(name, known)
     raise ConfigError(
         f"{section}.name: unknown {PART_NAMES[section]} '{name}'{hint}; "
-        "your own is given as path.py:Class"
+        f"`raysim list {section}s` names all, and your own is given as path.py:Class"
     )
 
 
@@ -304,19 +304,6 @@ def hyperparameter_names(rule: type) -> list[str]:
         rule: class of a rule, a dataclass.
     """
     return [f.name for f in dataclasses.fields(rule)]
-
-
-def algorithm_hyperparameters(name: str) -> set[str]:
-    """Return the names of the hyper-parameters of an algorithm's rules; empty if there is none.
-
-    Args:
-        name: a registered name, or path.py:NAME.
-    """
-    try:
-        algorithm = find_rule("algorithm", name)
-    except ConfigError:  # `resolve_rules` reports it, with all the rest
-        return set()
-    return {*hyperparameter_names(algorithm.client), *hyperparameter_names(algorithm.server)}
 
 
 def shared_keys(section: str, before: str, name: str) -> set[str]:

@@ -43,13 +43,15 @@ class Classification(LearningTask):
             if y.ndim != 1 or y.dtype.kind not in "iu":
                 raise ValueError(
                     f"the {half} examples have y of type {y.dtype} and shape {list(y.shape)}, "
-                    f"expected one integer label for each example, [n]; {as_labels(y)}see "
+                    "expected one integer label for each example, [n], as y.argmax(1) for one-hot "
+                    "labels, y[:, 0] for a column and y.astype(int) for floats; see "
                     "task=multilabel, regression, next_token, or a loss function as task"
                 )
         if not data.n_classes:
             _refuse_unnumbered(data)
         for half, _, y in data.halves():
-            _refuse_outside(y, self.outputs(data), f"{half} example", "label")
+            limit = "number of classes (`classes` of the data, else one more than y's largest)"
+            _refuse_outside(y, self.outputs(data), f"{half} example", "label", limit)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the cross-entropy of each example, [B]. See `LearningTask.loss`."""
@@ -284,23 +286,6 @@ def _columns(data: TaskData) -> int:
     return data.y.shape[1] if data.y.ndim == 2 else 1
 
 
-def as_labels(y: np.ndarray) -> str:
-    """Return how targets become labels, [n], as the beginning of a fix; "" if they are none.
-
-    Args:
-        y: the targets, [n, ...].
-    """
-    column = ""
-    if y.ndim == 2 and y.shape[1] == 1:
-        column, y = "[:, 0]", y[:, 0]
-    if y.ndim == 2 and bool((((y == 0) | (y == 1)).all(1) & (y.sum(1) == 1)).all()):
-        return "write y.argmax(1) for one-hot labels, or "
-    if y.ndim > 1 or (y.dtype.kind == "f" and bool((y != np.floor(y)).any())):
-        return ""
-    whole = "" if y.dtype.kind in "iu" else ".astype(int)"
-    return f"write y{column}{whole}, or "
-
-
 def _refuse_unnumbered(data: TaskData) -> None:
     """Raise ValueError for labels from which no number of classes follows."""
     for half, _, y in data.halves():
@@ -319,9 +304,7 @@ def _refuse_unnumbered(data: TaskData) -> None:
     )
 
 
-def _refuse_outside(
-    values: np.ndarray, size: int, whose: str, kind: str, limit: str = "number of classes"
-) -> None:
+def _refuse_outside(values: np.ndarray, size: int, whose: str, kind: str, limit: str) -> None:
     """Raise ValueError if a value is not in 0..size-1; it names the first example and its value."""
     outside = (values < 0) | (values >= size)
     if not outside.any():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from raysim.rules.tasks.learning_task import LossReduction
 from raysim.rules.tasks.several_outputs import OutputForms
+from raysim.system.global_generators import generators_kept
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """loss(outputs, y), of a batch."""
@@ -123,23 +124,17 @@ class UserLoss:
             ValueError: they do, so that the loss would depend on the order of all calls of a run,
                 or the function draws random numbers.
         """
-        function, random = self._copy(outputs, False), torch.get_rng_state()
+        function = self._copy(outputs, False)
         before = _state(function)
-        first, second = (self.of_batch(outputs, y) for _ in range(2))
+        with generators_kept():
+            first, second = (self.of_batch(outputs, y) for _ in range(2))
         after = _state(function)
         changed = [key for key in before if not torch.equal(before[key], after[key])]
-        is_random = not torch.equal(random, torch.get_rng_state())
-        torch.set_rng_state(random)
-        if is_random:
-            raise ValueError(
-                "the loss draws from torch's global generator, so a run could not be repeated; use "
-                "a loss without random numbers"
-            )
         if changed or not torch.allclose(first, second, 0, 0, equal_nan=True):
             what = " of ".join([*changed[:1], "the loss"])
             raise ValueError(
                 f"{what} changes when it is called, so that it would depend on which clients a "
-                "worker trains; use a loss without a state"
+                "worker trains; use a loss without a state and random numbers"
             )
         self._check_memory(outputs[: len(y) // 3], y[: len(y) // 3])
 

@@ -1,7 +1,6 @@
 """The trials of a sweep while they run, in processes of this machine or of a Ray cluster.
 
 trial.py           one trial in its process
-early_stopping.py  settings of early stopping, the rungs of a trial, and who is stopped there
 trial_log.py       events of the trials that run
 code.py            users' files and objects for the processes
 local_processes.py trials in processes of this machine, without Ray
