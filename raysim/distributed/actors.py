@@ -33,7 +33,13 @@ with uncollected():  # the process of an actor imports torch here
     from raysim.distributed.cluster.versions import SourceCode, source_code
     from raysim.distributed.heartbeats import Address, Heartbeat
     from raysim.distributed.transport import actor_calls
-    from raysim.distributed.transport.shared_memory import SharedBuffer, SharedBufferRef
+    from raysim.distributed.transport.shared_memory import (
+        SharedBuffer,
+        SharedBufferRef,
+        attach_states,
+        move_states,
+        states_of,
+    )
     from raysim.engine.evaluation.evaluator import Evaluator
     from raysim.engine.plan import Plan
     from raysim.engine.process_setup import configure_process, make_server, make_trainer
@@ -190,22 +196,28 @@ class ClientActor(_Actor):
         self,
         blocks: list[Block],
         again: bool,
+        states: SharedBufferRef | None,
         bases: list[int],
         *broadcasts: Tree | SharedBufferRef,
-    ) -> tuple[Tree | SharedBufferRef, Tree, WorkerResult]:
+    ) -> tuple[Tree | SharedBufferRef, Tree, tuple[WorkerResult, SharedBufferRef | None]]:
         """Train the clients in `blocks`.
 
         Args:
             blocks: the blocks to train.
             again: whether this actor has already sent a result in this round. Its shared buffer
                 still holds that result, so this result is sent as it is.
+            states: place of the clients' states; None if the tasks hold them.
             bases: numbers of the model versions that the clients start from.
             broadcasts: these versions, in the order of `bases`.
 
         Returns:
             The fixed-point sums, the uploads per client, and the result without vectors. In shared
-            memory the first item holds sums and uploads per client, and the second is empty.
+            memory the first item holds sums and uploads per client, and the second is empty. With
+            the result comes the place of the clients' new states; None if the result holds them.
         """
+        if states is not None:
+            tasks = [task for block in blocks for task in block.tasks]
+            attach_states(tasks, self.shared_buffers[states.writer].read(states))
         versions = map(read_broadcast, map(self._fetch, broadcasts))
         outcome = self.trainer.train(dict(zip(bases, versions, strict=True)), blocks)
         rows = {}
@@ -214,10 +226,13 @@ class ClientActor(_Actor):
                 rows[f"{key}/{i}"] = row
         limbs = as_limbs(outcome.sums)
         result = replace(outcome, sums={}, rows={}, bytes=(_nbytes(limbs), _nbytes(rows)))
+        kept = None
+        if not again and (name := states_of(self.name)) in self.shared_buffers:
+            result.clients, kept = move_states(result.clients, name, self.shared_buffers[name])
         shared = self._share("" if again else self.name, {"sums": limbs, "rows": rows})
         if isinstance(shared, SharedBufferRef):
-            return shared, {}, result
-        return {"sums": shared["sums"]}, {"rows": shared["rows"]}, result
+            return shared, {}, (result, kept)
+        return {"sums": shared["sums"]}, {"rows": shared["rows"]}, (result, kept)
 
 
 class NodeAggregator(_Actor):

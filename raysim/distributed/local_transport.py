@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
 
 from ray.exceptions import RayError
 
 from raysim.distributed.actor_health import ActorSupervisor
 from raysim.distributed.transport.actor_calls import Actor
-from raysim.distributed.transport.shared_memory import SharedBuffer
+from raysim.distributed.transport.shared_memory import (
+    ALIGNMENT_BYTES,
+    SharedBuffer,
+    SharedBufferRef,
+    move_states,
+    states_of,
+)
 from raysim.distributed.waiting import first_line, translated
+from raysim.engine.failure_policy import ActorDied
 from raysim.engine.plan import Plan
 from raysim.rules.uploads import sums
 from raysim.server.first_broadcast import shapes_of_first_broadcast
+from raysim.training.messages import Block, ClientTask
 
 MAX_SHARED_BUFFER_BYTES = 64 * 2**20
 """Largest size of a shared buffer. In a run with larger messages, calls go through Ray."""
@@ -24,8 +35,8 @@ CONNECT_TIMEOUT_S = 60.0
 class LocalTransport:
     """Shared buffers and sockets between the driver and the actors on its machine.
 
-    Until `create_buffers`, and on several machines, there are none: `open` then does nothing, and
-    messages go through Ray's object store.
+    Until `create_buffers`, and on several machines, there are none: `open` then does nothing,
+    `share_states` leaves the states in the blocks, and messages go through Ray's object store.
 
     Args:
         supervisor: the supervisor of the actors.
@@ -81,9 +92,7 @@ class LocalTransport:
             RaysimError: Ray itself has failed, or the actor raised an error.
         """
         if self.buffers:
-            paths = {name: buffer.path for name, buffer in self.buffers.items()}
-            (opened,) = actor.call("open_shared_buffers", paths)
-            self._supervisor.wait(opened, "an actor to open the shared memory", actor)
+            self._open_buffers(actor, self.buffers)
         if not self._uses_sockets:
             return
         try:
@@ -97,7 +106,62 @@ class LocalTransport:
             else:
                 raise
 
+    def share_states(
+        self, number: int, actor: Actor, blocks: list[Block]
+    ) -> tuple[list[Block], SharedBufferRef | None]:
+        """Write the states of clients into a shared buffer for a worker.
+
+        Args:
+            number: number of the ClientActor.
+            actor: the ClientActor.
+            blocks: the blocks that it will train.
+
+        Returns:
+            The blocks without states, and the place of the states. Without shared buffers, the
+            blocks as they are, and None.
+        """
+        tasks = [task for block in blocks for task in block.tasks]
+        if not self.buffers or not any(task.client_state for task in tasks):
+            return blocks, None
+        name = states_of(f"the driver for client {number}")
+        self._make_state_buffers(actor, (name, states_of(f"client {number}")), tasks)
+        if name not in self.buffers:
+            return blocks, None
+        tasks, place = move_states(tasks, name, self.buffers[name])
+        remaining = iter(tasks)
+        sent = [replace(block, tasks=list(islice(remaining, len(block.tasks)))) for block in blocks]
+        return sent, place
+
     def close(self) -> None:
         """Forget the buffers: their memory is free when no process has them open."""
         self.buffers = {}
         self._uses_sockets = False
+
+    def _make_state_buffers(
+        self, actor: Actor, names: tuple[str, str], tasks: list[ClientTask]
+    ) -> None:
+        """Allocate shared buffers for the states that a worker gets and returns, if they need more.
+
+        How large a state is shows when the first clients have returned theirs.
+        """
+        size = 0
+        for task in tasks:
+            for array in (task.client_state or {}).values():
+                size += array.nbytes + ALIGNMENT_BYTES
+        to_worker = self.buffers.get(names[0])
+        if size > MAX_SHARED_BUFFER_BYTES or (to_worker is not None and to_worker.size >= size):
+            return
+        try:
+            created = {name: SharedBuffer.new(size) for name in names}
+        except OSError as error:
+            self._log(f"no shared memory for what clients keep ({error}); it is sent as it is")
+            return
+        self.buffers |= created
+        with suppress(ActorDied):  # of this worker: then its next call fails too
+            self._open_buffers(actor, created)
+
+    def _open_buffers(self, actor: Actor, buffers: Mapping[str, SharedBuffer]) -> None:
+        """Open shared buffers in an actor."""
+        paths = {name: buffer.path for name, buffer in buffers.items()}
+        (opened,) = actor.call("open_shared_buffers", paths)
+        self._supervisor.wait(opened, "an actor to open the shared memory", actor)

@@ -15,6 +15,7 @@ from raysim.distributed.block_scheduler import BlockScheduler, WorkerSpeeds, cou
 from raysim.distributed.node_traffic import RoundTraffic
 from raysim.distributed.transport import actor_calls
 from raysim.distributed.transport.actor_calls import Actor, Reference, Reply
+from raysim.distributed.transport.shared_memory import attach_states
 from raysim.distributed.waiting import POLL_INTERVAL_S, first_line, translated
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.executor import RoundResults
@@ -228,8 +229,11 @@ class RayRound:
         """Dispatch `blocks` to a worker; `again`: the worker may have sent a result already."""
         bases = {task.base: self.broadcasts[task.base] for block in blocks for task in block.tasks}
         recipient = self.pool.workers[worker]
+        sent, states = blocks, None
+        if not again:
+            sent, states = self.pool.local.share_states(worker, recipient.actor, blocks)
         *vectors, result = recipient.actor.call(
-            "train", blocks, again, list(bases), *bases.values()
+            "train", sent, again, states, list(bases), *bases.values()
         )
         self.waiting[result] = BlockCall(
             vectors[: 1 + self.sends_rows],
@@ -287,6 +291,9 @@ class RayRound:
                     size += share.outcome.bytes[1]
             self._send_up(vectors, call.shares, size)
             return
+        result, states = result
+        if states is not None:
+            attach_states(result.clients, self.pool.local.buffers[states.writer].read(states))
         call.outcome = result
         self.seconds[call.worker] += result.seconds
         self.speeds.observe(call.worker, count_local_steps(call.blocks), result.seconds)

@@ -199,3 +199,28 @@ def test_a_call_does_not_keep_the_calls_whose_results_it_needed(actors):
     assert wait([reply], timeout=60)[0]
     gc.collect()
     assert first() is None
+
+
+def test_states_that_shared_memory_does_not_hold_are_sent_as_they_are(monkeypatch):
+    """The limit of a buffer, or no memory for another one: the blocks keep their states."""
+    from raysim.distributed import local_transport
+    from raysim.distributed.actor_health import ActorSupervisor
+    from raysim.distributed.transport.shared_memory import SharedBuffer
+    from raysim.training.messages import Block, ClientTask
+
+    said: list[str] = []
+    local = local_transport.LocalTransport(ActorSupervisor(said.append), said.append)
+    local.buffers = {"server": SharedBuffer.new(100)}
+    never_called: Any = None
+    state = {"c": np.zeros(1000)}
+    blocks = [Block(0, [ClientTask(3, 0, 0, 1.0, 1, client_state=state)])]
+    monkeypatch.setattr(local_transport, "MAX_SHARED_BUFFER_BYTES", 7000)
+    assert local.share_states(0, never_called, blocks) == (blocks, None) and not said
+    monkeypatch.undo()
+
+    def full(size: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(SharedBuffer, "new", full)
+    assert local.share_states(0, never_called, blocks) == (blocks, None)
+    assert "no space left" in said[0]
