@@ -49,7 +49,12 @@ from raysim.rules.losses import Loss, cross_entropy, task_loss
 from raysim.rules.task import PassMode
 from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.shipped_tasks import Classification
-from raysim.system.global_generators import GlobalGenerators, generators_kept, seed_generators
+from raysim.system.global_generators import (
+    GENERATORS,
+    GlobalGenerators,
+    generators_kept,
+    seed_generators,
+)
 from raysim.system.signals import failing_as
 
 RECURRENT = nn.RNN, nn.LSTM, nn.GRU
@@ -92,7 +97,7 @@ class Model:
         """True if a pass changes its inputs in place. Each pass then gets a copy."""
         self.draws: tuple[str, ...] = ()
         """The libraries from whose global generators a training pass draws, beside the masks of
-        dropouts. They are seeded before each pass."""
+        dropouts, and torch if there are any. They are seeded before each pass."""
         self.is_classifier = type(self.learning_task) is Classification
         """Whether the loss is the plain cross-entropy of class labels."""
         self.name = name
@@ -158,6 +163,7 @@ class Model:
         with tensors_on(self.device):
             self.dropouts = self._dry_run()
         """The mask of every dropout, in the order of calls; none for one of rate 0."""
+        self.frame.dropouts = self.dropouts
 
     def _features(self) -> int:
         """Return the size of the learned representation of an example, or 0."""
@@ -171,25 +177,29 @@ class Model:
         """Run two examples, refuse outputs that do not fit the task, return the dropouts."""
         x, _ = self.examples(2)
         failed = f"{self.label} fails on two examples of shape {list(self.shape)}"
-        generators = GlobalGenerators()
-        try:
-            with failing_as(
-                lambda why: ConfigError(f"{failed}: {why}{self._hint(why, x)}"), (ConfigError,)
-            ):
-                bound, _ = BoundModel.at_start(self)
-                if self.channels_last:
-                    self.channels_last = takes_channels_last(
-                        lambda x, mode: bound.forward(x, mode, self.initial_buffers()), x
-                    )
-                outputs, of_two = self._first_pass(bound, x)
-                self.draws = generators.drawn_from()
-                of_three = []
-                self._note_stages(bound, x)
-                if of_two:
-                    other, _ = BoundModel.at_start(self)
-                    of_three = self._first_pass(other, self.examples(3)[0])[1]
-        finally:
-            generators.restore()
+        naming_net = failing_as(
+            lambda why: ConfigError(f"{failed}: {why}{self._hint(why, x)}"), (ConfigError,)
+        )
+        with naming_net, generators_kept():
+            bound, _ = BoundModel.at_start(self)
+            if self.channels_last:
+                self.channels_last = takes_channels_last(
+                    lambda x, mode: bound.forward(x, mode, self.initial_buffers()), x
+                )
+            # Each process finds the same calls, also where random numbers decide which are made.
+            seed_generators(GENERATORS, 0)
+            seeded = GlobalGenerators()
+            outputs, of_two = self._first_pass(bound, x)
+            self.draws = seeded.drawn_from()
+            if self.draws and "torch" not in self.draws:
+                # Its numbers may decide whether it calls F.dropout, which draws from torch.
+                self.draws = ("torch", *self.draws)
+            seeded.restore()
+            of_three = []
+            self._note_stages(bound, x)
+            if of_two:
+                other, _ = BoundModel.at_start(self)
+                of_three = self._first_pass(other, self.examples(3)[0])[1]
         one_number = self.shape == (1,) and not self.inputs
         check_outputs(outputs, self.output_shape, self.learning_task, self.label, one_number)
         if self.sample is not None:
@@ -562,7 +572,7 @@ class BoundModel:
 
     def __init__(self, model: Model):
         self.model = model
-        self.frame = ForwardContext()
+        self.frame = ForwardContext(dropouts=model.frame.dropouts)
         self.module = model.copy_of_module(self.frame)
         self.is_training: bool | None = None
         """Mode that the net was put into; None before its first pass."""

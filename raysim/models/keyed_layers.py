@@ -34,12 +34,14 @@ class ForwardContext:
     """Whether running statistics are updated inside `buffers`; otherwise they go to `moved`."""
     drop: tuple[Tensor, ...] = ()
     """Dropout masks, in the order of the dropout calls; () disables dropout."""
+    dropouts: list[DropoutMask] | None = None
+    """The dropout calls of each pass in training; None while the net is read."""
     buffers: Tensor | None = None
     """[Q], the running statistics of all BatchNorm layers."""
     moved: dict[int, Tensor] = field(default_factory=dict)
     """New running statistics of a pass with `in_place` False, by their start in `buffers`."""
-    probe: list[tuple[nn.Module, tuple[int, ...]]] | None = None
-    """Collects the layer and the shape of every dropout mask; then no dropout is applied."""
+    probe: DropoutCalls | None = None
+    """Collects every dropout call; then no dropout is applied."""
     calls: int = 0
     """Number of dropout calls of this pass so far."""
     features: Tensor | None = None
@@ -185,11 +187,13 @@ class KeyedDropout(LayerForward[nn.modules.dropout._DropoutNd]):
 
     Args:
         layer: the layer.
+        name: its name, which copies of the net share.
         frame: the context of the net.
     """
 
-    def __init__(self, layer: nn.modules.dropout._DropoutNd, frame: ForwardContext):
+    def __init__(self, layer: nn.modules.dropout._DropoutNd, name: str, frame: ForwardContext):
         super().__init__(layer)
+        self.name = name
         self.frame = frame
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -201,7 +205,7 @@ class KeyedDropout(LayerForward[nn.modules.dropout._DropoutNd]):
         x, layer, frame = input, self.layer, self.frame
         if frame.probe is not None:
             if layer.training and layer.p > 0:
-                frame.probe.append((layer, mask_shape(layer, x)))
+                frame.probe.append((self.name, layer.p, mask_shape(layer, x)))
             return x.mul_(1) if layer.inplace else x
         mask = self.mask(x)
         if mask is None:
@@ -215,19 +219,22 @@ class KeyedDropout(LayerForward[nn.modules.dropout._DropoutNd]):
             x: the input of the call.
 
         Raises:
-            ValueError: the net called other dropouts, or with other shapes, on its first examples.
+            ValueError: the call is not the one of the net's first examples: of another dropout,
+                with another rate, or on a tensor of another shape.
         """
         frame, layer = self.frame, self.layer
-        if frame.mode == "eval" or not frame.drop or not layer.training or layer.p == 0:
+        is_active = frame.mode != "eval" and layer.training and layer.p > 0
+        if not is_active or frame.dropouts is None:
             return None
+        call = frame.calls
         frame.calls += 1
-        if frame.calls > len(frame.drop):
-            raise ValueError(
-                f"the net calls dropouts more than {len(frame.drop)} times, as it did on its first "
-                "examples; let their number not depend on the inputs, and leave them out of "
-                "torch.utils.checkpoint, which calls them again"
-            )
-        mask = frame.drop[frame.calls - 1]
+        # Also without masks: a net in which no dropout was found has none, and needs some here.
+        expected = frame.dropouts[call] if call < len(frame.dropouts) else None
+        if expected is None or (expected.layer, expected.rate) != (self.name, layer.p):
+            raise ValueError(self._unexpected(expected))
+        if not frame.drop:
+            return None
+        mask = frame.drop[call]
         if mask.shape != mask_shape(layer, x):
             raise ValueError(
                 f"a {type(layer).__name__} gets a tensor of shape {list(x.shape)}, which does not "
@@ -235,6 +242,19 @@ class KeyedDropout(LayerForward[nn.modules.dropout._DropoutNd]):
                 f"{list(mask.shape)}"
             )
         return mask
+
+    def _unexpected(self, expected: DropoutMask | None) -> str:
+        """Return the message about a call for which no mask was drawn."""
+        first = "none"
+        if expected is not None:
+            first = f"{expected.layer or 'the net'} with rate {expected.rate:g}"
+        return (
+            f"the net calls dropout {self.name or 'the net'} ({type(self.layer).__name__}) with "
+            f"rate {self.layer.p:g} where it called {first} on its first examples, so that no mask "
+            "was drawn; make the same calls in each training pass and choose among their outputs, "
+            "or call F.dropout(x, p, self.training) in each, which also works in "
+            "torch.utils.checkpoint"
+        )
 
 
 def mask_shape(layer: nn.modules.dropout._DropoutNd, x: Tensor) -> tuple[int, ...]:
@@ -263,6 +283,8 @@ class DropoutMask:
     """For each dimension, True if it grows with the number of examples."""
     rate: float
     """Probability that an entry is dropped."""
+    layer: str
+    """Name of the layer."""
 
     def shape(self, n: int) -> tuple[int, ...]:
         """Return the shape of the mask.
@@ -279,13 +301,16 @@ class DropoutMask:
         return self.sizes[:1] == (1,) and self.grows == (True, *[False] * len(self.sizes[1:]))
 
     @classmethod
-    def of(cls, two: tuple[int, ...], three: tuple[int, ...], rate: float) -> DropoutMask | None:
+    def of(
+        cls, two: tuple[int, ...], three: tuple[int, ...], rate: float, layer: str
+    ) -> DropoutMask | None:
         """Return the mask whose shapes for two and three examples are known.
 
         Args:
             two: the shape for two examples.
             three: the shape for three examples.
             rate: probability that an entry is dropped.
+            layer: name of the layer.
 
         Returns:
             The mask; None if its shape does not follow from the number of examples.
@@ -294,12 +319,12 @@ class DropoutMask:
             return None
         grows = tuple(a != b for a, b in zip(two, three, strict=True))
         sizes = tuple(b - a if a != b else a for a, b in zip(two, three, strict=True))
-        mask = cls(sizes, grows, rate)
+        mask = cls(sizes, grows, rate, layer)
         return mask if (mask.shape(2), mask.shape(3)) == (two, three) else None
 
 
-DropoutCalls = list[tuple[nn.Module, tuple[int, ...]]]
-"""The layer and the shape of the mask of each call of a dropout."""
+DropoutCalls = list[tuple[str, float, tuple[int, ...]]]
+"""Name and rate of the layer, and the shape of the mask, of each call of a dropout."""
 
 
 def dropout_masks(of_two: DropoutCalls, of_three: DropoutCalls, label: str) -> list[DropoutMask]:
@@ -314,9 +339,9 @@ def dropout_masks(of_two: DropoutCalls, of_three: DropoutCalls, label: str) -> l
         ConfigError: the shape of a mask does not follow from the number of examples.
     """
     masks: list[DropoutMask] = []
-    for (layer, two), (_, three) in zip_longest(of_two, of_three, fillvalue=(None, ())):
-        rate = getattr(layer, "p", 0.0)
-        mask = DropoutMask.of(two, three, rate)
+    none = ("", 0.0, ())
+    for (layer, rate, two), (_, _, three) in zip_longest(of_two, of_three, fillvalue=none):
+        mask = DropoutMask.of(two, three, rate, layer)
         if mask is None:
             raise ConfigError(
                 f"{label} calls a dropout of rate {rate:g} on tensors of shape {list(two)} for two "
@@ -361,7 +386,7 @@ def set_keyed_forwards(net: nn.Module, frame: ForwardContext, starts: Mapping[st
         if type(module) in BATCH_NORMS:
             module.forward = KeyedBatchNorm(cast(Any, module), starts.get(name, 0), frame)
         elif type(module) in DROPOUTS:
-            module.forward = KeyedDropout(cast(Any, module), frame)
+            module.forward = KeyedDropout(cast(Any, module), name, frame)
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@ averaging with the user's module, given the masks that raysim drew, has the same
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -15,8 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import ClientError, ConfigError, RaysimError
+from raysim.models.flat import Model
 from raysim.models.keyed_layers import mask_shape
+from raysim.rules import Batch
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.tasks.loop_task import LoopTask
+from raysim.training.tasks.pure_task import PureTask
 
 DATA, PARTS = blobs(), cut([60, 30, 20, 10])
 
@@ -134,6 +140,18 @@ def test_a_dropout_of_rate_0_is_no_dropout():
     check(run(net, DATA, PARTS), fedavg(net, DATA, PARTS), DATA)
 
 
+def with_rate(net, small, large, x):
+    net.drop.p = large if len(x) > 4 else small
+    return net.drop(net.body(x))
+
+
+def counted(net, x):
+    """A captured step would not count on."""
+    passes = net.drop.passes = getattr(net.drop, "passes", 0) + net.training
+    net.drop.p = 0.5 if passes > 10 else 0.1
+    return net.drop(net.body(x))
+
+
 REFUSED = {
     "shape of the inputs": (
         lambda net, x: net.drop(net.body(x[(x > 1).any(1)])).sum(0) + net.body(x),
@@ -141,11 +159,24 @@ REFUSED = {
     ),
     "twice in the backward pass": (
         lambda net, x: checkpoint(net.drop, net.body(x), use_reentrant=False),
-        "leave them out of torch.utils.checkpoint",
+        "also works in torch.utils.checkpoint",
     ),
     "calls that depend on the inputs": (
         lambda net, x: net.drop(net.drop(net.body(x)) if len(x) > 4 else net.body(x)),
-        "calls dropouts more than 1 times",
+        r"drop \(Dropout\) with rate 0.5 where it called none",
+    ),
+    "with gradients only": (
+        lambda net, x: net.drop(net.body(x)) if torch.is_grad_enabled() else net.body(x),
+        r"drop \(Dropout\) with rate 0.5 where it called none",
+    ),
+    "a rate that rises from 0": (
+        lambda net, x: with_rate(net, 0.0, 0.5, x),
+        r"drop \(Dropout\) with rate 0.5 where it called none",
+    ),
+    "a rate that a counter raises": (counted, "changes the attribute 'passes' of drop"),
+    "a rate that rises": (
+        lambda net, x: with_rate(net, 0.1, 0.5, x),
+        r"drop \(Dropout\) with rate 0.5 where it called drop with rate 0.1",
     ),
 }
 
@@ -154,3 +185,37 @@ REFUSED = {
 def test_masks_that_cannot_be_drawn_before_a_pass_are_refused(where, message):
     with pytest.raises(RaysimError, match=message):
         run(Drops(where), DATA, PARTS)
+
+
+@pytest.mark.parametrize("rates", [(0.1, 0.9), (0.5, 0.5)])
+def test_a_dropout_gets_no_mask_of_another_one(rates):
+    def where(net, x):
+        return net.drop[int(len(x) > 4)](net.body(x))
+
+    net = Drops(where, nn.ModuleList([nn.Dropout(rate) for rate in rates]))
+    message = f"drop.1 (Dropout) with rate {rates[1]} where it called drop.0 with rate {rates[0]}"
+    with pytest.raises(RaysimError, match=re.escape(message)):
+        run(net, DATA, PARTS)
+
+
+def for_sizes(*sizes):
+    """A dropout of batches of these sizes, in which no check before a run passes examples."""
+    return lambda net, x: net.drop(net.body(x)) if len(x) in sizes else net.body(x)
+
+
+@pytest.mark.parametrize("mode", ["loop", "lanes", "pooled"])
+def test_no_mode_leaves_out_a_dropout_that_the_first_pass_does_not_call(mode):
+    local = {"steps": 1, "batch_size": "full", "lr": 0.1}
+    with pytest.raises(ClientError, match="calls dropout drop"):
+        run(Drops(for_sizes(60, 120)), DATA, PARTS, 1, local=local, batching={"mode": mode})
+
+
+@pytest.mark.parametrize("kind", [LoopTask, PureTask])
+def test_nor_do_gradients_of_single_examples(kind):
+    model = Model(Drops(for_sizes(1)), (6,), 3, torch.float64)
+    w, buffers = model.initial()
+    batch = Batch(torch.tensor(DATA[0][:3]), torch.tensor(DATA[1][:3]))
+    task = kind(model, LocalSettings())
+    with pytest.raises(ValueError, match="calls dropout drop"):
+        task.sample_grads(w, batch, mode="train", buffers=buffers)
+    assert torch.isfinite(task.sample_grads(w, batch, mode="eval", buffers=buffers)[0]).all()

@@ -561,7 +561,7 @@ def test_a_net_that_ends_in_a_swapped_module():
     assert model.buffer_size == 20
 
     last = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Dropout(0.5))
-    assert Model(last, (1, 8, 8), 10).dropouts == [DropoutMask((1, 10), (True, False), 0.5)]
+    assert Model(last, (1, 8, 8), 10).dropouts == [DropoutMask((1, 10), (True, False), 0.5, "2")]
 
 
 def test_weight_decay_goes_by_the_tensors_own_name():

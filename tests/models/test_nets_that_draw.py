@@ -18,7 +18,12 @@ from raysim.models.checks.deterministic_layers import check_deterministic_layers
 from raysim.models.flat import Model
 from raysim.randomness import generator
 from raysim.rules import Batch
-from raysim.system.global_generators import GENERATORS, GlobalGenerators, seed_generators
+from raysim.system.global_generators import (
+    GENERATORS,
+    GlobalGenerators,
+    generators_kept,
+    seed_generators,
+)
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
 from raysim.training.tasks.pure_task import PureTask
@@ -112,8 +117,16 @@ def recomputed(m, h):
     return checkpoint(lambda h: F.dropout(torch.sin(h), 0.5, m.training), h, use_reentrant=False)
 
 
+def dropped_at_times(m, h):
+    return F.dropout(h, 0.5, m.training) if m.training and random.random() < 0.5 else h
+
+
 NETS = {
     "functional dropout": lambda: Body(Own(lambda m, h: F.dropout(h, 0.5, m.training))),
+    "functional dropout that Python's numbers choose": lambda: Body(Own(dropped_at_times)),
+    "a rate that inputs choose": lambda: Body(
+        Own(lambda m, h: F.dropout(h, 0.9 if len(h) > 30 else 0.1, m.training))
+    ),
     "stochastic depth": lambda: Body(StochasticDepth(0.5, "row")),
     "attention": Attention,
     "recurrent": Recurrent,
@@ -134,6 +147,24 @@ def test_passes_draw_what_pytorch_draws_from_the_same_seed(make):
     net = make()
     truth = fedavg(net, DATA, PARTS, before_pass=seed_as_documented)
     check(run(net, DATA, PARTS), truth, DATA)
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), Own(lambda m, h: F.dropout(h, 0.5))])
+def test_the_numbers_before_a_run_do_not_decide_what_a_net_calls_first(layer):
+    def at_times(m, h):
+        return m.layer(h) if random.random() < 0.5 else h
+
+    read = []
+    with generators_kept():
+        for state in range(4):
+            random.seed(state)
+            net = Own(at_times)
+            net.layer = layer
+            before = random.getstate()
+            model = Model(Body(net), (6,), 3)
+            assert random.getstate() == before
+            read.append((model.dropouts, model.draws))
+    assert read == [read[0]] * 4 and "torch" in model.draws
 
 
 def test_the_numbers_of_two_clients_two_steps_and_two_rounds_differ():

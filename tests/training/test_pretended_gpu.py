@@ -20,6 +20,7 @@ from raysim.data import examples as examples_module
 from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.state.gpu_store import GpuStateStore
+from raysim.errors import ClientError
 from raysim.prepare.resolve import prepare
 from raysim.training.trainers import group_trainer
 from raysim.training.trainers.cuda_graphs import CudaGraphs
@@ -175,6 +176,12 @@ def test_examples_that_do_not_fit_stay_in_the_hosts_memory(augment, trained, mon
     assert x == expected and not gpu.faults
     assert "stay in the host's memory, because the GPU has 0.00 GB left" in caplog.text
     assert in_training(gpu) == in_training(of_gpu)
+
+
+def test_a_captured_step_leaves_out_no_dropout(trained, source):
+    model = {"name": f"{source('keeping', KEEPING_NETS)}:DropsLater"}
+    with pytest.raises(ClientError, match="calls dropout drop"):
+        trained("fedavg", model=model)
 
 
 @pytest.mark.parametrize("net", ["Replaces", "Prepares"])

@@ -171,9 +171,12 @@ class _Trial:
         """The initial parameters and buffers."""
 
     def results(self) -> list[Tensor]:
-        """Return what `_passes` returns, and then the buffers of floating-point numbers."""
+        """Return what `_passes` returns, then buffers of floating-point numbers, then rates."""
         outputs = _passes(self.net, self.x)
-        return outputs + [b.clone() for b in self.net.buffers() if b.is_floating_point()]
+        buffers = [b.clone() for b in self.net.buffers() if b.is_floating_point()]
+        # Outputs do not show the rates, since dropout is off.
+        dropouts = [m for m in self.net.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+        return outputs + buffers + [torch.tensor(float(layer.p)) for layer in dropouts]
 
     @torch.no_grad()
     def restore(self, changed: Mapping[str, Tensor] | None = None) -> None:

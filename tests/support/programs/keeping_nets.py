@@ -11,6 +11,18 @@ class Keeping(nn.Module):
         self.kept = None
 
 
+class DropsLater(Keeping):
+    """Has a dropout for batches of six examples, which no check before a run makes."""
+
+    def __init__(self, shape, classes):
+        super().__init__(shape, classes)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        h = x.flatten(1)
+        return self.linear(self.drop(h) if len(x) == 6 else h)
+
+
 class Replaces(Keeping):
     """Keeps a tensor of the size of its last batch."""
 
