@@ -98,7 +98,7 @@ def check_first_loss(task: LearningTask, outputs: Tensor, batch: Batch) -> None:
     with failing_as(lambda why: failed_loss(task, outputs, why, "two")):
         loss, again = (_loss_of_copies(task, outputs, batch) for _ in range(2))
         if isinstance(task, LossTask):
-            task.confirm(outputs, batch)
+            task.confirm(outputs, batch.y)
     if not isinstance(loss, Tensor) or loss.shape != (2,) or not loss.is_floating_point():
         kind = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(

@@ -141,6 +141,7 @@ def build_problem(config: Config, rules: Rules, load: Callable[[AnyData], Datase
         name=config.model.name,
     )
     net_checks.check_net_is_finite(config, net)
+    task_checks.confirm_loss(model, dataset, clients)
     of_net = {"data", "model", "task", "dtype"}
     # Workers and `result.net()` build a user's net again.
     is_built = ":" in config.model.name

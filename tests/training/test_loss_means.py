@@ -337,6 +337,39 @@ def test_a_loss_that_couples_examples_is_computed_as_it_is(loss):
     assert_equal(loss, LABELS, steps=4, size=7, accumulate=2)
 
 
+def hardest_of_many(outputs, y):
+    values = F.cross_entropy(outputs, y, reduction="none")
+    return values.topk(min(len(y), max(64, len(y) // 2))).values.mean()
+
+
+@pytest.mark.parametrize(
+    ("n", "n_test", "val_fraction"),
+    [(30, 20, 0), (80, 20, 0), (120, 20, 0.6), (30, 80, 0)],
+    ids=["no large set", "large client", "large validation set", "large test set"],
+)
+def test_a_loss_may_couple_the_examples_of_large_sets_only(n, n_test, val_fraction):
+    """Up to 64 examples the function is the mean of their losses."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(n + n_test, D)), rng.integers(0, C, n + n_test)
+    keys = config(hardest_of_many, y, steps=1, rounds=1) | {
+        "data": (x[:n], y[:n], x[n:], y[n:]),
+        "partition": {"clients": 1, "val_fraction": val_fraction},
+        "schedule": {"cohort": 1},
+    }
+    plan = prepare(named_inputs(keys))
+    assert plan.learning_task.reading.is_cross_entropy == (n <= 64 and n_test <= 64)
+    result = raysim.run(keys, tracking=False)
+    nets = {"train_loss": net(hardest_of_many, y), "val/loss": result.net(), "loss": result.net()}
+    validation = plan.clients.validation
+    client = np.setdiff1d(np.arange(n), validation)
+    sets = {"train_loss": client, "val/loss": validation, "loss": np.arange(n, n + n_test)}
+    for name, positions in sets.items():
+        if len(positions):
+            outputs = nets[name].double()(torch.tensor(x[positions]))
+            expected = float(hardest_of_many(outputs.detach(), torch.tensor(y[positions])))
+            assert result.history[-1][name] == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import get_args
+
+import numpy as np
+import torch
 
 from raysim.config.schema import Config
 from raysim.data import Dataset
+from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.errors import ConfigError
+from raysim.models.first_outputs import failed_loss
+from raysim.models.flat import Model
 from raysim.prepare.configured_task import task_data
 from raysim.rules.contract import ClientRule, ServerRule, half_of
 from raysim.rules.methods.registry import is_shipped
 from raysim.rules.public import PublicNeed
 from raysim.rules.tasks.learning_task import LearningTask
+from raysim.rules.tasks.loss_reading import MAX_PROBE_NUMBERS, made_up
 from raysim.rules.tasks.loss_task import LossTask
 from raysim.system.signals import failing_as
 
@@ -50,6 +59,32 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
             "1 from outputs()"
         )
     return outputs
+
+
+def confirm_loss(model: Model, dataset: Dataset, clients: Clients | VirtualClients) -> None:
+    """Compare a loss function with its reading on as many examples as a client or test set has.
+
+    A function may couple the examples of large batches only, as one does that keeps the hardest
+    70 %, but at least 64. The outputs are made up, at most `MAX_PROBE_NUMBERS` numbers.
+
+    Args:
+        model: the net, with the learning task of the run.
+        dataset: the data set.
+        clients: the partition of its training examples.
+
+    Raises:
+        ConfigError: the loss fails, or couples tokens.
+    """
+    task, shape = model.learning_task, model.output_shape
+    if not isinstance(task, LossTask) or shape is None:
+        return
+    of_training = max(int(clients.sizes_by_round.largest.max()), len(clients.validation))
+    for y, size in ((dataset.y, of_training), (dataset.y_test, len(dataset.y_test))):
+        n = min(size, MAX_PROBE_NUMBERS // math.prod(shape))
+        outputs = made_up((n, *shape), model.dtype)
+        targets = torch.from_numpy(y[np.linspace(0, len(y) - 1, n).astype(int)])
+        with failing_as(partial(failed_loss, task, outputs, n_examples=str(n))):
+            task.confirm(outputs, targets)
 
 
 def check_rules_of_task(task: LearningTask, *rules: ClientRule | ServerRule) -> None:

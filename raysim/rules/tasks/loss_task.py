@@ -145,24 +145,26 @@ class LossTask(LearningTask):
         """
         return self.loss(outputs, batch) / self.reading.mean_weight
 
-    def confirm(self, outputs: Tensor, batch: Batch) -> None:
-        """Compare the reading of the function with the function itself, on a net's real outputs.
+    def confirm(self, outputs: Tensor, y: Tensor) -> None:
+        """Compare the reading of the function with the function itself.
 
         If they differ, the function is called for whole batches from now on.
 
         Args:
-            outputs: the net's outputs, [B, ...].
-            batch: the batch, with the targets as `y`, [B, ...].
+            outputs: outputs of a net, or made-up ones, [B, ...].
+            y: the targets, [B, ...].
 
         Raises:
             ValueError: they differ, and the function gets tokens.
         """
-        if not agrees(self.user_loss, self.reading, *self._pairs(outputs.detach(), batch.y)):
+        if not agrees(self.user_loss, self.reading, *self._pairs(outputs.detach(), y)):
             type(self).reading = self._as_batch()
 
     def _as_batch(self) -> LossReading:
         """Return the reading of a loss that is one of whole batches."""
-        return dataclasses.replace(self.reading, reduction="batch", weights=None)
+        return dataclasses.replace(
+            self.reading, reduction="batch", weights=None, is_cross_entropy=False
+        )
 
     def _pairs(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs and targets as the function gets them."""
@@ -211,7 +213,10 @@ class _TokenLoss(LossTask):
         return real if weights is None else weights * real
 
     def _as_batch(self) -> LossReading:
-        raise ValueError("it is not the mean or the sum of the tokens' losses on real outputs")
+        raise ValueError(
+            "it is not the mean or the sum of the tokens' losses; give a function of outputs [n, "
+            "vocabulary] and tokens [n] that is one"
+        )
 
     def _pairs(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs and tokens of all real positions, one after the other."""
