@@ -260,6 +260,28 @@ def test_every_mode_logs_the_functions_own_loss(name):
         assert record["train_loss"] == pytest.approx(np.mean(values), rel=1e-9)
 
 
+class Rounded(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).bfloat16()
+
+
+@pytest.mark.parametrize("mode", ["loop", "lanes"])
+def test_the_mean_loss_of_the_steps_is_not_rounded_to_the_outputs_type(mode):
+    torch.manual_seed(1)
+    keys = config(F.cross_entropy, LABELS, mode=mode, steps=7, rounds=1)
+    keys |= {"model": Rounded(D, C), "partition": [range(N)], "schedule": {"cohort": 1}}
+    local, losses = copy.deepcopy(keys["model"]).double(), []
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    for _ in range(7):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(local(torch.tensor(X[:N])), torch.tensor(LABELS[:N]))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    record = raysim.run(keys, tracking=False).history[-1]
+    assert record["train_loss"] == pytest.approx(np.mean(losses), rel=1e-9)
+
+
 def test_the_users_object_is_not_changed():
     loss = nn.CrossEntropyLoss(weight=W32.clone())
     trained(loss, LABELS)

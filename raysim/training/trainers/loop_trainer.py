@@ -78,8 +78,10 @@ class LoopTrainer(Trainer):
                 client = self.start.prepare(task, rule, broadcast, client_task)
             state = self._make_local_steps(task, client, batches)
             losses = task.losses
-            # A client without examples makes no step.
-            loss = torch.stack(losses).mean() if losses else self.x0.new_full((), torch.nan)
+            loss = self.x0.new_full((), torch.nan)
+            if losses:  # a client without examples makes no step
+                # A net may compute in bfloat16, in which a mean would be rounded.
+                loss = torch.stack(losses).to(self.x0.dtype).mean()
             with tensors_on(self.model.device):
                 update = self.finish.update(client, state, loss, task)
             _check_unchanged(rule, broadcast, versions)
