@@ -274,7 +274,14 @@ RAGGED = [[1.0], [1.0, 2.0]]
         ),
         ((X, Y, X_TEST, X_TEST[:, 0]), "y is int64, y_test is float64"),
         ((OBJECTS, Y[:2], X_TEST, Y_TEST), "x is an array of Python objects"),
-        ((X.astype(object), Y, X_TEST, Y_TEST), "x is an array of Python objects; give numbers"),
+        (
+            (X.astype(object), Y, X_TEST, Y_TEST),
+            r"x is an array of Python objects; give numbers, as .astype\(float\)",
+        ),
+        (
+            (X, Y.astype(object), X_TEST, Y_TEST),
+            r"y is an array .* numbers, as .astype\(int\) makes",
+        ),
         (
             (RAGGED, Y[:2], X_TEST, Y_TEST),
             r"x: number 1 has shape \[2\], number 0 \[1\]; crop or pad",

@@ -670,6 +670,11 @@ class ListOfParameters(Head):
         return self.head(x) * self.scales[0]
 
 
+class LeavesOutItsBody(WithNorm):
+    def parameters(self, recurse=True):
+        return self.head.parameters(recurse)
+
+
 class Detached(Head):
     @torch.no_grad()
     def forward(self, x):
@@ -932,6 +937,7 @@ REFUSED = {
     "hook that divides": (renormalised, "changes its parameter '0.weight'"),
     "moves in evaluation": (lambda: sequence(MovesInEvaluation(False)), "buffer '1.means' in eval"),
     "list of parameters": (ListOfParameters, "not registered in it"),
+    "own parameters()": (LeavesOutItsBody, r"'body.weight', which its own method .* freeze it"),
     "no gradient": (lambda: Detached(None), "depends on none of its trained parameters"),
     "hook of a tensor": (hooked_tensor, "'0.weight' has a hook"),
     "hook in forward": (lambda: HooksInForward(None), "a hook of 'head.weight' in a forward pass"),

@@ -236,7 +236,7 @@ X = np.zeros((N, 4))
 BAD: list[tuple[LearningTask, TaskData, str]] = [
     (Classification(), data(X, changed(LABELS, (7,), 9), K), "training example 7 has the label 9, but the number of classes .* is 5"),
     (Classification(), data(X, LABELS, K, (X, changed(LABELS, (2,), -1))), "test example 2 has the label -1"),
-    (Classification(), data(X, LABELS, 0, (X, changed(LABELS, (2,), -1))), "^test example 2 has the label -1; number the labels from 0, .*index=-1\\), or, .* regression"),
+    (Classification(), data(X, LABELS, 0, (X, changed(LABELS, (2,), -1))), "^test example 2 has the label -1; number the labels from 0, .* in its denominator too, .*index=-1\\), or, .* regression"),
     (Classification(), data(X, changed(LABELS, (7,), 10**9)), "^training example 7 has the label 1000000000, .* need 1000000001 outputs; .* task=regression"),
     (Classification(), data(X, TARGETS, K), r"y of type float64 and shape \[60, 3\], expected one integer label"),
     (Multilabel(), data(X, changed(TRUTH, (4, 1), 2)), "training example 4 has the value 2 for label 1"),

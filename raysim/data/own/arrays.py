@@ -129,7 +129,9 @@ class ArrayReader:
             raise self.error(f"{name} is a {type(values).__name__}; give numbers{dense}")
         if kind == "O":
             first = _first(array, getattr(values, "columns", ()))
-            fix = _numbering(name) if first else ", as .astype(float) makes of it"
+            are_whole = all(isinstance(value, int | np.integer) for value in array.flat)
+            dtype = "int" if name.startswith("y") and are_whole else "float"
+            fix = _numbering(name) if first else f", as .astype({dtype}) makes of it"
             raise self.error(f"{name} is an array of Python objects{first}; give numbers{fix}")
         if kind not in "biuf":
             fix = _numbering(name) if kind in "US" else ""

@@ -279,6 +279,13 @@ def _refuse_foreign_parameters(net: nn.Module, model: Model, batch: Batch) -> No
     own = set(original.parameters())
     of_net = (set(_leaves(outputs)) & set(_leaves(again))) - own
     of_loss = (set(_leaves(losses[0])) & set(_leaves(losses[1]))) - own
+    for name, parameter in nn.Module.named_parameters(original):
+        if parameter in of_net:
+            raise ConfigError(
+                f"{model.label} computes with '{name}', which its own method parameters() leaves "
+                "out, and clients train every parameter with requires_grad; freeze it by "
+                "model.freeze, or remove the method"
+            )
     for leaf in of_net:
         raise ConfigError(
             f"{model.label} computes with a parameter of shape {list(leaf.shape)} that is "

@@ -293,8 +293,8 @@ def _refuse_unnumbered(data: TaskData) -> None:
             k = negative[0]
             raise ValueError(
                 f"{half} example {k} has the label {y[k]}; {RENUMBER}, give a loss that ignores "
-                f"it, such as nn.CrossEntropyLoss(ignore_index={y[k]}), or, for numbers to "
-                "predict, set task, or its key like, to regression"
+                f"it, in its denominator too, such as nn.CrossEntropyLoss(ignore_index={y[k]}), "
+                "or, for numbers to predict, set task, or its key like, to regression"
             )
     k = int(data.y.argmax())
     raise ValueError(
