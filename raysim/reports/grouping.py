@@ -145,7 +145,8 @@ def apart(
     Args:
         runs: Runs to split. Runs that lack a parameter of `keys` are omitted.
         keys: Parameters that may differ within a part; KEY,KEY: several, of which runs need the
-            first one only.
+            first one only. Runs in which a section is null have no name of it, but are kept: there
+            is no attack, say.
         say: Called with one line if runs are omitted.
 
     Returns:
@@ -156,19 +157,31 @@ def apart(
     """
     axes = [resolved(runs, key.split(","), "x and y (--x and --y)") for key in keys]
     known = set(itertools.chain.from_iterable(axes))
-    needed = {axis[0] for axis in axes}
-    complete = [run for run in runs if needed <= run.params.keys()]
+    needed = {key: axis[0] for key, axis in zip(keys, axes, strict=True)}
+    complete = [run for run in runs if all(_has(run.params, name) for name in needed.values())]
     if not complete:
-        names = " and ".join(axis[0] for axis in axes)
+        names = " and ".join(needed.values())
         raise ConfigError(f"x and y (--x and --y): none of the selected runs has {names}")
     n_omitted = len(runs) - len(complete)
     if n_omitted:
-        say(f"left out: {counted(n_omitted, 'run')} without {' or '.join(keys)}")
+        lacked = []
+        for key, name in needed.items():
+            if not all(_has(run.params, name) for run in runs):
+                lacked.append(key)
+        say(f"left out: {counted(n_omitted, 'run')} without {' or '.join(lacked)}")
     differing = varied(complete)
     distinguishing = [key for key in differing if key not in known]
     parts = divided(complete, distinguishing)
     settings = settings_of_names(*_differing(complete), distinguishing, [*differing, *known])
     return [(label(named), members) for named, members in _readable(parts, settings)]
+
+
+def _has(params: Mapping[str, str], key: str) -> bool:
+    """Return whether a run has a parameter, or is one without that which the parameter names."""
+    if key in params:
+        return True
+    # A method of two rules has a name, which is theirs.
+    return key != "algorithm.name" and params.get(key.removesuffix(".name")) == "null"
 
 
 def split_scenario(params: Mapping[str, str]) -> tuple[tuple, tuple]:

@@ -436,6 +436,23 @@ def test_a_heatmap_of_several_parameters_needs_the_first_of_them():
     assert not said
 
 
+def test_runs_without_an_attack_are_a_line_of_the_heatmap():
+    attack = "groups__bad__client"
+    attacks = ({attack: "null"}, {f"{attack}__name": "alie"}, {"groups": "{}"})
+    runs = [run(0.5, algorithm=name, **keys) for keys in attacks for name in ("avg", "median")]
+    pair = run(0.5, algorithm="null", client="fedavg", server="mine", **attacks[0])
+    said: list[str] = []
+    axes = ("algorithm", "groups.bad.client")
+    pair.params["algorithm"] = pair.params.pop("algorithm.name")
+    ((_, members),) = apart([*runs[:4], pair], axes, said.append)
+    assert grid(members, *axes)[:2] == (["avg", "median"], ["–", "alie"])
+    apart(runs, axes, said.append)
+    assert said == [
+        "left out: 1 run without algorithm",
+        "left out: 2 runs without groups.bad.client",
+    ]
+
+
 def test_a_parameter_of_some_runs_is_one_of_reports_on_others(monkeypatch, tmp_path):
     """The second scenario has no attack with an epsilon; nor have the runs that --where leaves."""
     of_both = [*attacks_and_defences(), run(0.6, attack="alie", algorithm="avg")]

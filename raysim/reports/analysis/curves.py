@@ -13,6 +13,7 @@ from raysim.reports.grouping import apart, group_keys, grouped, label, order_of_
 from raysim.reports.published import PublishedResult
 from raysim.reports.selecting import resolved
 from raysim.reports.table_row import MeanStd, place_of_row
+from raysim.reports.tables.cell_texts import MISSING_TEXT
 from raysim.reports.tracked import Statistic, TrackedRun
 
 
@@ -125,7 +126,7 @@ def grid(
     """Return the mean result for each pair of values of two parameters.
 
     Args:
-        runs: Runs of any experiments.
+        runs: Runs of a part, as from `apart`.
         x: First parameter; KEY,KEY: several together, of which runs may lack all but the first.
         y: Second parameter, or several.
         say: Called with one line if cells hold runs that differ in more than their seed.
@@ -135,10 +136,10 @@ def grid(
     Returns:
         The values of x and those of y in the order of `order_of_values`, the mean result by (value
         of x, value of y), and the published best value of the pairs that have one. The value of
-        several parameters is their values, with commas.
+        several parameters is their values, with commas, that of none of them `MISSING_TEXT`.
 
     Raises:
-        ConfigError: No run has a parameter, or no run has both.
+        ConfigError: No run has a parameter.
     """
     keys = [resolved(runs, axis.split(","), "x and y (--x and --y)") for axis in (x, y)]
     table = rows(runs, statistics=[statistic], group=[*keys[0], *keys[1]], say=say)
@@ -148,18 +149,16 @@ def grid(
     orders: list[dict[str, tuple]] = [{}, {}]
     place = order_of_values(runs)
     for row in table:
-        if row.result and all(of_axis[0] in row.parameters for of_axis in keys):
+        if row.result:
             pair = []
             for of_axis, order in zip(keys, orders, strict=True):
                 values = [row.parameters.get(key) for key in of_axis]
-                pair.append(", ".join(filter(None, values)))
+                pair.append(", ".join(filter(None, values)) or MISSING_TEXT)
                 order[pair[-1]] = place_of_row(row, of_axis, place)
             first, second = pair
             cells[first, second] = row.result.mean
             best = getattr(row.printed, "best", None)
             if best is not None:
                 published[first, second] = best
-    if not cells:
-        raise ConfigError(f"x and y (--x and --y): no run has both {x} and {y}")
     columns, lines = (sorted(order, key=order.__getitem__) for order in orders)
     return columns, lines, cells, published
