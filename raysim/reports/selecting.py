@@ -13,6 +13,7 @@ from raysim.errors import ConfigError
 from raysim.reports.published import same_value
 from raysim.reports.table_row import short
 from raysim.reports.tracked import TrackedRun
+from raysim.reports.value_names import readable_values
 from raysim.spelling import did_you_mean
 
 T = TypeVar("T")
@@ -99,7 +100,8 @@ def having(
     Args:
         runs: Runs to select from.
         where: Allowed values by parameter. Numbers are compared as numbers, 0..4 is any of a range,
-            and a run without the parameter has the value null.
+            a rule of a file may have its name in tables, and a run without the parameter has the
+            value null.
         option: Option or key that names the parameters, for errors.
 
     Raises:
@@ -107,7 +109,9 @@ def having(
     """
     kept = list(runs)
     for key, allowed in zip(resolved(runs, where, option), where.values(), strict=True):
-        kept = [run for run in kept if _is_any(value_of(run.params, key) or _ABSENT, allowed)]
+        values = [value_of(run.params, key) or _ABSENT for run in kept]
+        chosen = _chosen(values, allowed)
+        kept = [run for run, value in zip(kept, values, strict=True) if value in chosen]
     return kept
 
 
@@ -123,8 +127,8 @@ def with_values(
     Args:
         things: What has the parameters.
         where: KEY=VALUE texts; KEY=VALUE,VALUE are any of several, KEY=0..4 any of a range. Names
-            are those of `resolved`, and numbers are compared as numbers. A run without the key
-            has the value null.
+            are those of `resolved`, and numbers are compared as numbers. A value may be written as
+            tables show it: `MyRule` for my.py:MyRule. A run without the key has the value null.
         noun: Word for one of them in errors: "row", "run" or "trial".
         params: Function from one of them to its values by parameter.
         option: Option that has the texts, for errors.
@@ -144,15 +148,22 @@ def with_values(
         name = _known_name(key, names, f"{option}: no {noun} has a key")
         values = [value_of(row, name) or _ABSENT for row in table]
         # A value may itself contain a comma.
-        asked = [allowed] if allowed in values else allowed.split(",")
+        asked = [allowed] if _chosen(values, [allowed]) else allowed.split(",")
         for value in asked:
-            if not any(_is_any(there, [value]) for there in values):
-                hint = did_you_mean(value, set(values))
+            if not _chosen(values, [value]):
+                hint = did_you_mean(value, set(readable_values(values).values()))
                 raise ConfigError(f"{option}: no {noun} has {name}={value}{hint}")
-        kept = [i for i in kept if _is_any(values[i], asked)]
+        chosen = _chosen(values, asked)
+        kept = [i for i in kept if values[i] in chosen]
     if things and not kept:
         raise ConfigError(f"{option}: no {noun} has {' and '.join(where)}; leave one of them out")
     return [things[i] for i in kept]
+
+
+def _chosen(values: Iterable[str], asked: Sequence[str]) -> set[str]:
+    """Return the values of a parameter that are asked for, by `_is_any` or as tables show them."""
+    named = readable_values(set(values)).items()
+    return {value for value, name in named if name in asked or _is_any(value, asked)}
 
 
 def _is_any(value: str, asked: Sequence[str]) -> bool:

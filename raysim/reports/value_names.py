@@ -2,20 +2,23 @@
 
 A rule from a file is a parameter such as "/home/me/study/my.py:MyClient", a net from Python is one
 such as "python:Net-3fa2c1d45e6f", and the content of a file is a digest. Tables and legends show
-"MyClient", "Net" and "version 3fa2c1d4", the digest's first letters.
+"MyClient", "Net" and "version 3fa2c1d4", the digest's first letters. A list of upload stages is
+shown as "topk(share=0.1)", an empty list as "none". `--where` finds these names too.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from raysim.config.objects.python_objects import PREFIX, label_of
+from raysim.config.sections.base import with_settings
 from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean
 
@@ -29,6 +32,9 @@ _FILE = re.compile(
     r"(?=/|[^:]*\.py(:|$))(?P<folder>(?:[^:]*/)?)(?P<file>[^/:]+)(?P<object>(?::\w+)?)"
 )
 """An absolute path, or one of Python code; also with an object of the file."""
+
+_STAGES = re.compile(r'\[\{"name": .*\}\]')
+"""A list of sections with names, such as that of the stages of uploads."""
 
 DIGEST_LETTERS = 8
 """Number of first letters of the digest of a file that name its version."""
@@ -44,12 +50,16 @@ def readable(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     """
     table: Any = pd.DataFrame(list(rows), dtype=object)
     for key in table:
-        table[key] = table[key].map(_readable_values(table[key].dropna()))
+        table[key] = table[key].map(readable_values(table[key].dropna()))
     return [row.dropna().to_dict() for _, row in table.iterrows()]
 
 
-def _readable_values(values: Iterable[str]) -> dict[str, str]:
-    """Return the readable name of each value of a parameter."""
+def readable_values(values: Iterable[str]) -> dict[str, str]:
+    """Return the readable name of each value of a parameter, by the value.
+
+    Args:
+        values: All values of the parameter.
+    """
     names: dict[str, str] = {}
     forms = {value: _short_forms(value) for value in values}
     shared = Counter(itertools.chain.from_iterable(map(set, forms.values())))
@@ -60,7 +70,11 @@ def _readable_values(values: Iterable[str]) -> dict[str, str]:
 
 
 def _short_forms(value: str) -> list[str]:
-    """Return the forms of a path, an object of Python or a digest, the shortest first."""
+    """Return the forms of a path, an object of Python, a digest or a list, the shortest first."""
+    if value == "[]":
+        return ["none", value]
+    if _STAGES.fullmatch(value):
+        return [" + ".join(map(_stage, json.loads(value))), value]
     if _DIGEST.fullmatch(value):
         # A number would belong to another version as soon as one is added.
         return [f"version {value[:DIGEST_LETTERS]}", value]
@@ -74,6 +88,13 @@ def _short_forms(value: str) -> list[str]:
     tails = ["/".join([*parts[i:], name]) for i in range(len(parts), -1, -1)]
     first = match["object"].removeprefix(":") or match["file"].removesuffix(".py")
     return [first, *tails]
+
+
+def _stage(section: dict[str, Any]) -> str:
+    """Return a section with a name as name(key=value), without the keys that are null."""
+    settings = {key: value for key, value in section.items() if value is not None}
+    name = settings.pop("name")
+    return with_settings(_short_forms(name)[0], settings)
 
 
 def named(text: str, names: Names) -> str:
@@ -92,24 +113,27 @@ def names_given(given: str | Sequence[str] | Names, things: Sequence[str]) -> Na
     Args:
         given: Names by what they replace, or texts VALUE=NAME. Of a text with several "=" the
             longest part that the table has is the value.
-        things: What the table has: values, KEY=VALUE, parameters and headers.
+        things: What the table has: values, KEY=VALUE, parameters and headers. The " %" of a header
+            may be left out.
 
     Raises:
         ConfigError: A text is not VALUE=NAME, or the table does not have the value.
     """
+    known = {thing.replace(" %", ""): thing for thing in things}
+    known |= {thing: thing for thing in things}
     if not isinstance(given, Mapping):
         texts = [given] if isinstance(given, str) else given
-        given = dict(_split(text, things) for text in texts)
+        given = dict(_split(text, known) for text in texts)
     for thing in given:
-        if thing not in things:
+        if thing not in known:
             hint = did_you_mean(thing, things) or f"; it has {', '.join(things)}"
             raise ConfigError(
                 f"label (--label): there is no value, parameter or header '{thing}'{hint}"
             )
-    return given
+    return {known[thing]: name for thing, name in given.items()}
 
 
-def _split(text: str, things: Sequence[str]) -> tuple[str, str]:
+def _split(text: str, things: Container[str]) -> tuple[str, str]:
     """Return the two parts of VALUE=NAME."""
     parts = text.split("=")
     if len(parts) < 2:

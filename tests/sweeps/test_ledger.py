@@ -476,6 +476,10 @@ def test_check_chooses_rows_by_their_configuration(rows, raysim_):
     assert having(rows, [f"algorithm={name}", f"seed={seed}"]) == same
     pair = changed(rows[0], config={**rows[0].config, "algorithm": None})
     assert having([pair, *rows], [f"algorithm={name}", f"seed={seed}"]) == same
+    mine = changed(rows[0], config={**rows[0].config, "algorithm": {"name": "./my.py:Mine"}})
+    assert having([mine, *rows], ["algorithm=Mine"]) == [mine]
+    with pytest.raises(ConfigError, match=r"algorithm\.name=Minx; did you mean 'Mine'"):
+        having([mine, *rows], ["algorithm=Minx"])
     for where, said in (
         ("seed=77", "--where: no row has seed=77"),
         (f"seed={seed},77", "--where: no row has seed=77"),
