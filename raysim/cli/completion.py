@@ -43,7 +43,7 @@ Completions = list[tuple[str, str]]
 SchemaNode = Mapping[str, Any]
 """Part of a JSON Schema."""
 
-ONLY_IN_FILES = ("extends", "claims", "match", "files", "own_metrics")
+ONLY_IN_FILES = ("extends", "claims", "match", "files", "own_metrics", "own_defaults")
 """Sections that cannot be set as key=value."""
 
 

@@ -16,7 +16,15 @@ from pydantic import AfterValidator, Field
 
 from raysim.config.identity import Identity, identity_of
 from raysim.config.limited_yaml import dump_yaml, plain
-from raysim.config.sections.base import Named, Section, ShortForm, default_name, named, not_empty
+from raysim.config.sections.base import (
+    Named,
+    PlainValue,
+    Section,
+    ShortForm,
+    default_name,
+    named,
+    not_empty,
+)
 from raysim.config.sections.data import IID, AnyData, Partition
 from raysim.config.sections.evaluation import (
     Evaluate,
@@ -147,6 +155,9 @@ class Config(Section):
     own_metrics: Annotated[dict[str, OwnMetric] | None, Identity.NEVER] = None
     """Unit and direction of the metrics of your own files, found when a run is prepared; null: the
     run has none."""
+    own_defaults: Annotated[dict[str, dict[str, PlainValue]] | None, Identity.NEVER] = None
+    """Defaults of the hyper-parameters of a method of your own by section, found when a run is
+    prepared; null: the method is raysim's."""
     files: dict[str, dict[str, str]] | None = None
     """Digests of the files that other keys name, found when a run is prepared: the sha256 by key
     and file, the version by key and distribution."""

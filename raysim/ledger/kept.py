@@ -45,7 +45,7 @@ def kept_config(config: Config) -> dict[str, Any]:
         config: Resolved configuration.
     """
     kept = config.model_dump(mode="json", exclude=set(_WITHOUT_EFFECT))
-    for key in ("stop", "own_metrics"):
+    for key in ("stop", "own_metrics", "own_defaults"):
         if kept[key] is None:  # as in rows of versions that do not have it
             kept.pop(key)
     resources = kept["resources"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
+from typing import Any
 
+from raysim.config.limited_yaml import plain
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named, with_value
 from raysim.config.sections.evaluation import BestBy, Evaluate, OwnMetric, Stop
@@ -19,7 +21,7 @@ from raysim.prepare import configured_probes, configured_upload_stages
 from raysim.prepare.configured_task import metric_names
 from raysim.prepare.mode_and_block_size import BlockChoice
 from raysim.prepare.workload import Rules, Workload
-from raysim.rules.contract import ClientRule, ServerRule
+from raysim.rules.contract import ALGORITHMS, ClientRule, ServerRule
 from raysim.rules.methods import registry
 from raysim.rules.tasks.learning_task import METHOD_METRICS, LearningTask, TaskMetric
 from raysim.rules.tasks.loss_task import LossTask
@@ -53,6 +55,7 @@ def write_out(
         "task": _task_section(config, workload.learning_task),
         "evaluate": evaluate,
         "own_metrics": _own_metrics(workload.metrics, own_rules),
+        "own_defaults": _own_defaults(config, rules),
         "stop": _stop_section(config.stop, evaluate.best),
     }
     written_out = configured_probes.with_probe_parameters(
@@ -122,6 +125,22 @@ def _own_metrics(
         if entry is not None and entry.users_own:
             own[entry.name] = OwnMetric(unit=entry.unit, larger_is_better=entry.larger_is_better)
     return own or None
+
+
+def _own_defaults(config: Config, rules: Rules) -> dict[str, dict[str, Any]] | None:
+    """Return the defaults of the rules by section, for reports; None if they ship with raysim."""
+    method = registry.find_rule("algorithm", config.algorithm.name) if config.algorithm else None
+    sections = {"client": rules.client, "server": rules.server}
+    sections |= {f"groups.{name}.client": rule for name, rule in rules.groups.items()}
+    if method in (None, *ALGORITHMS.values()) and all(map(registry.is_shipped, sections.values())):
+        return None
+    own = {}
+    for section, rule in sections.items():
+        # The values that an algorithm gives its rules are its defaults.
+        settings = method.settings if method and section in ("client", "server") else {}
+        values = {f.name: settings.get(f.name, f.default) for f in fields(rule)}
+        own[section] = {key: plain(v) for key, v in values.items() if v is not MISSING}
+    return own
 
 
 def _stop_section(stop: Stop | None, best: BestBy | None) -> Stop | None:

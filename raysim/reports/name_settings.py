@@ -44,26 +44,32 @@ def settings_of_names(
         # A rule with a column for its own name has its settings there.
         halves = [half for half in ("client", "server") if f"{half}.name" not in columns]
         prefixes = halves if section == "algorithm" else [section]
-        groups: Any = params[hidden].groupby(params[key])
-        for name, runs in groups:
+        for name, runs in params.groupby(params[key]):
             defaults = _defaults(schema, section, str(name))
             settings: dict[str, str] = {}
             for prefix in prefixes:
-                settings |= _settings(runs, f"{prefix}.", defaults)
+                settings |= _settings(runs, hidden, f"{prefix}.", defaults)
             texts[key, str(name)] = with_settings("", settings)
     return texts
 
 
 def _settings(
-    runs: pd.DataFrame, prefix: str, defaults: Mapping[str, str] | None
+    runs: pd.DataFrame, hidden: Iterable[str], prefix: str, defaults: Mapping[str, str] | None
 ) -> dict[str, str]:
     """Return the settings below a prefix that are not the defaults of the runs' one method."""
     settings = {}
-    for key in runs:
-        setting = str(key).removeprefix(prefix)
+    for key in hidden:
+        setting = key.removeprefix(prefix)
         if setting == key or (defaults is not None and setting not in defaults):
             continue
-        default = "" if defaults is None else defaults[setting]
+        own = f"own_defaults.{key}"
+        recorded = set(runs[own]) if own in runs else set()
+        if defaults is not None:
+            default = defaults[setting]
+        elif len(recorded) == 1:
+            default = str(recorded.pop())
+        else:  # a run is of an older version, or the file has changed
+            default = ""
         values = [value for value in dict.fromkeys(runs[key]) if value != "null"]
         if any(not same_value(value, default) for value in values):
             settings[setting] = "|".join(values)

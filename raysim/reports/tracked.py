@@ -38,7 +38,7 @@ KEYS_WITHOUT_EFFECT = (
 KEYS_WITHOUT_EFFECT += ("resources.executor", "resources.actors", "resources.cpus")
 KEYS_WITHOUT_EFFECT += ("resources.server_threads", "resources.address")
 KEYS_WITHOUT_EFFECT += ("resources.timeout", "resources.call_timeout", "sweep.", "client_state.")
-KEYS_WITHOUT_EFFECT += ("own_metrics",)
+KEYS_WITHOUT_EFFECT += ("own_metrics", "own_defaults")
 """Prefixes of parameters that cannot change the results of a run."""
 
 LAST_EVALUATIONS = 10

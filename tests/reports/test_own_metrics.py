@@ -80,8 +80,12 @@ def test_a_row_of_a_ledger_has_what_its_run_recorded(config):
         "own_metrics.server/halves.unit": "share",
         "own_metrics.server/halves.larger_is_better": "null",
     }
+    assert row["own_defaults.server.lr"] == "1.0", "also of a method with a setting"
+    lr = prepare({**config, "algorithm": {"name": "own.py:halving", "lr": 0.5}}).config
+    assert lr.own_defaults == resolved.own_defaults
+    assert resolved.fingerprint == resolved.model_copy(update={"own_defaults": None}).fingerprint
     plain = kept_config(prepare({**config, "algorithm": "fedavg", "evaluate": {}}).config)
-    assert "own_metrics" not in plain, "as in rows of before"
+    assert not {"own_metrics", "own_defaults"} & plain.keys(), "as in rows of before"
 
 
 def test_the_last_run_counts_where_a_file_has_changed():

@@ -178,7 +178,7 @@ def test_a_setting_without_a_column_stands_beside_the_name():
         run([0.4], algorithm="my.py:Mine", server__beta=0.5, server__weights="uniform"),
     ]
     names = ["fedavg(weights=samples)", "fedprox", "krum(attackers=2)"]
-    names.append("Mine(weights=uniform, beta=0.5)")  # whose defaults no report knows
+    names.append("Mine(weights=uniform, beta=0.5)")  # whose defaults older runs do not record
     assert [row.parameters["algorithm.name"] for row in rows(runs)] == names
     assert [curve.label for curve in curves(runs)] == names
     assert list(ResultsTable(rows(runs)).frame["algorithm"]) == names
@@ -186,6 +186,11 @@ def test_a_setting_without_a_column_stands_beside_the_name():
     assert "| Krum | 1 |" in labels
     asked = rows(runs, group=["algorithm"])
     assert [row.parameters["algorithm.name"] for row in asked][:3] == ["fedavg", "fedprox", "krum"]
+    recorded = {"own_defaults__server__beta": 0.50, "own_defaults__server__weights": "uniform"}
+    runs[-1] = run(
+        [0.4], algorithm="my.py:Mine", server__beta=0.5, server__weights="samples", **recorded
+    )
+    assert rows(runs)[-1].parameters == {"algorithm.name": "Mine(weights=samples)"}
 
     attack = "groups__bad__client__name"
     attacked: list[dict[str, Any]] = [
@@ -214,6 +219,7 @@ def test_what_an_algorithm_sets_by_default_is_no_column():
     """FedPer keeps the classifier and local training all (their `defaults`). A value that a user
     chose is a column, also in lockstep with the algorithm."""
     own = {"fedavg": "[]", "ditto": "[]", "fedper": '["classifier"]', "local_only": '["*"]'}
+    shown = {"[]": "none"}
 
     def compared(**personal: str) -> list[str]:
         parts = own | personal
@@ -225,7 +231,9 @@ def test_what_an_algorithm_sets_by_default_is_no_column():
         assert [name for name, _ in grouping.apart(runs, ["algorithm", "partition.alpha"])] == (
             [""]
             if parts == own
-            else [f"local.personal {part}" for part in dict.fromkeys(parts.values())]
+            else [
+                f"local.personal {shown.get(part, part)}" for part in dict.fromkeys(parts.values())
+            ]
         )
         return list(rows(runs)[0].parameters)
 
@@ -801,7 +809,7 @@ def test_several_metrics_at_the_last_and_at_the_chosen_round(measured, raysim_):
     names = (
         "Mine=Ours (α)",
         "client=Theirs=$\\beta$_1",
-        "last accuracy %=Acc.",
+        "last accuracy=Acc.",
         "seeds=n",
         "last loss=L",
     )
@@ -953,6 +961,12 @@ def test_readable_names_of_rules_and_files():
         "b" * 63 + "1": "b" * 63 + "1",
         "[[0, 0.1], [5, 0.01]]": "[[0, 0.1], [5, 0.01]]",
         "hf:google/vit": "hf:google/vit",
+        '[{"name": "./my.py:Signs", "of": null, "share": 0.2}, {"name": "topk"}]': (
+            "Signs(share=0.2) + topk"
+        ),
+        '[{"name": "a.py:One"}]': '[{"name": "a.py:One"}]',
+        '[{"name": "b.py:One"}]': '[{"name": "b.py:One"}]',
+        "[]": "none",
         "python:Net-58011a616a02": "Net",
         "python:Loss-aaaaaaaaaaaa": "python:Loss-aaaaaaaaaaaa",
         "python:Loss-bbbbbbbbbbbb": "python:Loss-bbbbbbbbbbbb",

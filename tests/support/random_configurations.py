@@ -52,7 +52,7 @@ LARGE_NETS = {"vit_b_32", "densenet121_gn", "vgg11", "ct_cnn", "fixup_resnet9", 
 """Nets that take long to build."""
 
 NOT_VARIED = {
-    "extends", "claims", "match", "sweep", "name", "run_dir", "files", "own_metrics", "tracking",
+    "extends", "claims", "match", "sweep", "name", "run_dir", "files", "own_metrics", "own_defaults", "tracking",
     "resources", "data", "task", "rounds",
 }  # fmt: skip
 """Sections that are not a matter of the run, or that the workload gives."""
