@@ -7,7 +7,7 @@ average the rest of a `state_dict`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +16,17 @@ from torch import Tensor, nn
 from raysim.errors import ConfigError
 from raysim.models.comparison import same_values
 from raysim.models.keyed_layers import BATCH_NORMS, has_own_forward, switch_off_dropout
-from raysim.system.global_generators import generators_kept
+from raysim.rules.tasks.several_outputs import OutputForms
+from raysim.system.global_generators import GENERATORS, generators_kept, seed_generators
 
 COUNTER = "num_batches_tracked"
 """Buffer of normalisation layers that counts passes; only a momentum of None depends on it."""
+
+PASSES = 4
+"""Passes in which a buffer may move, each from its own seed; parameters move between them."""
+
+STEP_SHARE = 0.1
+"""Size of such a move of a parameter, as a share of its mean magnitude."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,10 @@ class Statistic:
 
 
 def find_statistics(
-    net: nn.Module, x: Tensor, shared: Sequence[Mapping[str, Tensor]]
+    net: nn.Module,
+    x: Tensor,
+    shared: Sequence[Mapping[str, Tensor]],
+    forms: OutputForms | None = None,
 ) -> list[Statistic]:
     """Find the statistics of a net.
 
@@ -61,14 +71,15 @@ def find_statistics(
 
     Args:
         net: the net, as the user wrote it; not changed.
-        x: [B, ...], inputs for a pass, which is made only if the net has other buffers.
+        x: [B, ...], inputs for passes, which are made only if the net has other buffers.
         shared: what `shared_memory` returned for the net.
+        forms: the forms of several outputs; None: forward returns a tensor.
 
     Raises:
         ConfigError: a BatchNorm averages over all batches (momentum None), or a buffer that moves
             is not persistent, shares its memory, or changes its shape.
     """
-    moved = _moved_buffers(net, x) if _has_unknown_buffers(net) else set()
+    moved = _moved_buffers(net, x, forms) if _has_unknown_buffers(net) else set()
     tied = {name: group for group in shared for name in group}
     statistics = []
     start = 0
@@ -119,27 +130,57 @@ def _has_unknown_buffers(net: nn.Module) -> bool:
     )
 
 
-def _moved_buffers(net: nn.Module, x: Tensor) -> set[str]:
-    """Return the names of the floating-point buffers that a pass in training mode changes."""
+def _moved_buffers(net: nn.Module, x: Tensor, forms: OutputForms | None) -> set[str]:
+    """Return the names of the floating-point buffers that steps of training change."""
     net = copy.deepcopy(net)
     switch_off_dropout(net)
-    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    before = {name: buffer.detach().clone() for name, buffer in net.named_buffers()}
     net.train()
-    try:
-        with generators_kept(), torch.no_grad():
-            net(x.clone())
-    except Exception:  # the dry run reports it
-        return set()
     moved = set()
-    for name, buffer in net.named_buffers():
-        if name not in before or before[name].shape != buffer.shape:
-            raise ConfigError(
-                f"model: a pass in training makes the buffer '{name}', or changes its shape, and "
-                "the server averages buffers of one shape; register it with its final shape"
-            )
-        if buffer.is_floating_point() and not same_values(before[name], buffer):
-            moved.add(name)
+    with generators_kept():
+        for number in range(PASSES):
+            seed_generators(GENERATORS, number)
+            try:
+                if number > 0:
+                    _move_parameters(net)
+                outputs = _trial_pass(net, x, forms)
+                # Some move in the backward pass only. Once will do, which takes long.
+                if number == PASSES - 1 and outputs.requires_grad:
+                    outputs.square().sum().backward()
+            except Exception:  # the dry run reports it
+                break
+            for name, buffer in net.named_buffers():
+                if name not in before or before[name].shape != buffer.shape:
+                    raise ConfigError(
+                        f"model: a pass in training makes the buffer '{name}', or changes its "
+                        "shape, and the server averages buffers of one shape; register it with "
+                        "its final shape"
+                    )
+                if buffer.is_floating_point() and not same_values(before[name], buffer.detach()):
+                    moved.add(name)
     return moved
+
+
+@torch.enable_grad()
+def _trial_pass(net: nn.Module, x: Tensor, forms: OutputForms | None) -> Tensor:
+    """Return the outputs of a pass with gradients, by which a forward may know training."""
+    outputs = net(x.clone())
+    return outputs if forms is None else forms.pack(outputs, len(x))
+
+
+@torch.no_grad()
+def _move_parameters(net: nn.Module) -> None:
+    """Move the trained parameters.
+
+    An average of them that starts as their copy rests until they move, and so does the mean of a
+    layer that starts at zero.
+    """
+    for parameter in net.parameters():
+        if parameter.requires_grad:
+            # A number for each row: one for each entry of a large net takes long.
+            rows = (*parameter.shape[:1], *[1] * (parameter.ndim - 1))
+            scale = STEP_SHARE * (parameter.abs().mean() + STEP_SHARE)
+            parameter += scale * torch.randn(rows).to(parameter)
 
 
 def statistics_vector(net: nn.Module, statistics: list[Statistic], dtype: torch.dtype) -> Tensor:
@@ -189,10 +230,17 @@ class BoundStatistics:
             module._buffers[statistic.name] = statistic.of(vector)
         self.vector = vector
 
-    def collect(self) -> None:
-        """Store the statistics that forwards of the user's moved, in the vector."""
+    def collect(self, moved: Collection[int] = ()) -> None:
+        """Store the statistics that forwards of the user's moved, in the vector.
+
+        Args:
+            moved: positions of those that a `KeyedBatchNorm` has moved there by itself, since the
+                first pass did not call it and this one did.
+        """
         assert self.vector is not None
         for module, statistic in self.unkeyed:
+            if statistic.start in moved:
+                continue
             buffer = module._buffers[statistic.name]
             assert buffer is not None
             # By `data`: a BatchNorm's backward pass keeps views of the vector, and autograd takes

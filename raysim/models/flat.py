@@ -118,7 +118,7 @@ class Model:
         self.frame = ForwardContext()
         x, _ = self.examples(2)
         with tensors_on(self.device):
-            self.statistics = find_statistics(net, x, shared)
+            self.statistics = find_statistics(net, x, shared, root.forms)
         """The buffers that training moves, in the order of the flat vector."""
         self.buffer_size = sum(statistic.size for statistic in self.statistics)
         """Q, the number of numbers of all statistics."""
@@ -243,7 +243,7 @@ class Model:
 
     def _first_pass(self, bound: BoundModel, x: Tensor) -> tuple[Tensor, DropoutCalls]:
         """Return the outputs of a copy of the net for inputs x, and the calls of dropouts."""
-        bound.frame.probe, bound.frame.passed = [], set()
+        bound.frame.probe = []
         trained = self.as_trained(x).clone()
         before = Snapshot(trained)
         with torch.no_grad():
@@ -252,9 +252,8 @@ class Model:
             self.changes_inputs = True
         # The user's code may use the statistics of a BatchNorm without calling it.
         called = bound.frame.passed
-        layers = {s.layer for s in self.statistics if s.start in called}
         self.statistics = [
-            replace(s, is_keyed=s.is_keyed and s.layer in layers) for s in self.statistics
+            replace(s, is_keyed=s.is_keyed and s.start in called) for s in self.statistics
         ]
         return outputs, bound.frame.probe
 
@@ -418,11 +417,13 @@ class Model:
     @property
     def needs_two_examples(self) -> bool:
         """True if a BatchNorm uses the statistics of a batch, which then needs two examples."""
-        return any(
-            isinstance(layer, nn.modules.batchnorm._BatchNorm)
-            and not (self.frozen_statistics and layer.running_mean is not None)
-            for layer in self.module.modules()
-        )
+        for layer in self.module.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                # The net's own `train` may keep a layer in evaluation.
+                uses_batch = layer.training and not self.frozen_statistics
+                if uses_batch or layer.running_mean is None:
+                    return True
+        return False
 
     def freeze_statistics(self) -> None:
         """Let normalisation layers use their running statistics in all modes."""
@@ -624,7 +625,7 @@ class BoundModel:
             self.tell(mode, buffers, masks, first)
             out = self.model.in_precision(lambda: self.module(x, first, levels), self.frame, levels)
         if self.statistics.unkeyed and mode == "train":
-            self.statistics.collect()
+            self.statistics.collect(self.frame.passed)
         return out
 
     def tell(
@@ -647,4 +648,5 @@ class BoundModel:
         frame.mode = mode
         frame.buffers = buffers
         frame.drop = drop
+        frame.passed.clear()
         frame.calls = self.model.dropouts_before[first]

@@ -47,7 +47,7 @@ class ForwardContext:
     features: Tensor | None = None
     """[B, F], the input of the last classifier."""
     passed: set[int] = field(default_factory=set)
-    """Positions in `buffers` of the statistics of each BatchNorm that ran."""
+    """Positions in `buffers` of the running means and variances of each BatchNorm that ran."""
 
     def moved_buffers(self) -> Tensor:
         """Return the statistics [Q] after a pass that stored its new ones in `moved`."""
@@ -149,7 +149,8 @@ class KeyedBatchNorm(LayerForward[nn.modules.batchnorm._BatchNorm]):
         layer._check_input_dim(x)
         if x.dtype is torch.bfloat16:  # of an autocast layer; its statistics would be coarse
             x = x.float()
-        frame.passed.add(self.start)
+        if self.tracked:
+            frame.passed.update((self.start, self.start + layer.num_features))
         kernel_arguments = self.how(x)
         if kernel_arguments is not None:
             mean, var, training, momentum = kernel_arguments

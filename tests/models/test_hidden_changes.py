@@ -25,17 +25,24 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.body, self.head, self.late = nn.Linear(6, 8), nn.Linear(8, 3), late
-        self.scale = 1.0
+        self.scale = self.scale_of_evaluation = 1.0
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         self.register_buffer("factor", torch.ones(()))
 
     def forward(self, x):
         if self.training and len(x) > 8:
             x = self.late(self, x)
-        return self.head(torch.tanh(self.body(x))) * self.scale * self.factor
+        scale = self.scale if self.training else self.scale_of_evaluation
+        return self.head(torch.tanh(self.body(x))) * scale
 
 
 def grow(net, x):
     net.scale *= 1.5
+    return x
+
+
+def grow_in_evaluation(net, x):
+    net.scale_of_evaluation *= 1.5
     return x
 
 
@@ -44,9 +51,16 @@ def grow_buffer(net, x):
     return x
 
 
+def grow_parameter(net, x):
+    net.frozen.data = 1.0001 * net.frozen.data
+    return x
+
+
 LATE = {
     "attribute": (grow, "other outputs after clients have trained"),
-    "buffer": (grow_buffer, "other outputs after clients have trained"),
+    "attribute in evaluation": (grow_in_evaluation, "other outputs after clients have trained"),
+    "buffer": (grow_buffer, "has changed its buffer 'factor' while clients trained"),
+    "parameter": (grow_parameter, "has changed its parameter 'frozen' while clients trained"),
     "mix-up": (lambda net, x: (x + x[torch.randperm(len(x))]) / 2, "torch's global generator"),
     "NumPy": (lambda net, x: np.random.beta(1, 1) * x, "NumPy's global generator"),
 }

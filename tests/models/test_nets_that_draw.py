@@ -176,8 +176,31 @@ def test_the_numbers_of_two_clients_two_steps_and_two_rounds_differ():
         return h if not m.training else h + 0 * torch.rand(())
 
     run(Body(Own(note)), DATA, PARTS)
-    # The checks before the run draw, too: each of its 3 * 3 * 2 passes has numbers of its own.
-    assert len(set(seen[-18:])) == 18
+    torch.manual_seed(0)
+    of_checks = float(torch.rand(()))
+    of_steps = [number for number in seen if number != of_checks]
+    # Each of the 3 * 3 * 2 passes has numbers of its own.
+    assert len(set(of_steps[-18:])) == 18
+
+
+class MeansOfSome(nn.Module):
+    """Moves its means in one of two training passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("means", torch.zeros(8))
+
+    def forward(self, h):
+        if self.training and random.random() < 0.5:
+            self.means += h.detach().mean(0)
+        return h
+
+
+def test_statistics_are_found_whatever_was_drawn_before():
+    for state in range(8):
+        random.seed(state)
+        model = Model(Body(MeansOfSome()), (6,), 3)
+        assert [statistic.name for statistic in model.statistics] == ["means"]
 
 
 def test_the_bits_do_not_depend_on_blocks_or_on_what_was_drawn_before():

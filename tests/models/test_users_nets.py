@@ -5,6 +5,7 @@ statistics, in training and in evaluation mode."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 import threading
@@ -24,6 +25,7 @@ from torch.nn.utils import parametrizations, prune
 from raysim.errors import ConfigError
 from raysim.models.checks import against_pytorch
 from raysim.models.checks.against_pytorch import check_same_outputs, sample_outputs
+from raysim.models.flat import Model
 from raysim.prepare.resolve import prepare
 from raysim.runs.python_inputs import named_source
 from raysim.system.torchvision_operators import import_declaring_operators
@@ -135,6 +137,61 @@ class KeepsNormInEvaluation(WithNorm):
     def train(self, mode=True):
         super().train(mode)
         self.norm.eval()  # and returns nothing, as many forget
+
+
+class NormOfLargeBatches(WithNorm):
+    """Leaves its norm out on the first examples, which are few, and in passes without gradients."""
+
+    def __init__(self, needs_gradients):
+        super().__init__()
+        self.needs_gradients = needs_gradients
+
+    def forward(self, x):
+        h = self.body(x)
+        is_on = torch.is_grad_enabled() if self.needs_gradients else len(x) > 4
+        return self.head(self.norm(h) if is_on or not self.training else h)
+
+
+class MeanOfWeights(nn.Module):
+    """Evaluates with an average of its weights, which starts as their copy, or trains with it."""
+
+    def __init__(self, trains, momentum=0.1):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head, self.trains, self.momentum = nn.Linear(6, 3), trains, momentum
+        self.register_buffer("mean", self.head.weight.detach().clone())
+
+    def forward(self, x):
+        if not self.training:
+            return F.linear(x, self.mean, self.head.bias)
+        with torch.no_grad():
+            self.mean.lerp_(self.head.weight, self.momentum)
+        return self.head(x) + (F.linear(x, self.mean) if self.trains else 0)
+
+
+class RestsAtFirst(OwnStatistics):
+    """Moves its means where `moves` says so, of the pass and its inputs."""
+
+    def __init__(self, moves):
+        super().__init__(True)
+        self.moves = moves
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        if not self.training:
+            return x - self.means
+        self.passes += 1
+        if self.moves(self.passes, x):
+            self.means = 0.9 * self.means + 0.1 * x.detach().mean(0)
+        return x
+
+
+def from_zero() -> nn.Module:
+    """The means are those of a layer that starts at zero."""
+    net = sequence(OwnStatistics(False))
+    nn.init.zeros_(net[0].weight)
+    nn.init.zeros_(net[0].bias)
+    return net
 
 
 class TwoHeads(nn.Module):
@@ -325,6 +382,18 @@ NETS = {
     "own statistics": lambda: sequence(OwnStatistics(False)),
     "own statistics, rebound": lambda: sequence(OwnStatistics(True)),
     "dropout that scales at test": lambda: sequence(ScalesAtTest(0.0)),
+    "norm of large batches": lambda: NormOfLargeBatches(False),
+    "norm where gradients are on": lambda: NormOfLargeBatches(True),
+    "mean of weights, in evaluation": lambda: MeanOfWeights(False),
+    "mean of weights, in training": lambda: MeanOfWeights(True, 1e-4),
+    "statistics from the third pass": lambda: sequence(RestsAtFirst(lambda n, x: n > 2)),
+    "statistics where gradients are on": lambda: sequence(
+        RestsAtFirst(lambda n, x: torch.is_grad_enabled())
+    ),
+    "statistics of what has a gradient": lambda: sequence(
+        RestsAtFirst(lambda n, x: x.requires_grad)
+    ),
+    "statistics of zeros": from_zero,
     "rate of a dropout": ReadsItsRate,
     "dropout in place": InPlace,
     "isinstance": FindsItsNorms,
@@ -375,6 +444,11 @@ def test_a_users_net_trains_as_in_pytorch(make):
     for key, value in net.state_dict().items():
         assert torch.equal(value, before[key]), "a check before a run changed the net"
     check(result, fedavg(make(), DATA, PARTS), DATA)
+
+
+def test_a_norm_kept_in_evaluation_needs_no_second_example():
+    assert not Model(KeepsNormInEvaluation(), (6,), 3).needs_two_examples
+    assert Model(WithNorm(), (6,), 3).needs_two_examples
 
 
 @pytest.mark.parametrize("share", [1e-6, 1e-2])
@@ -590,6 +664,38 @@ class Toggles(Head):
     def forward(self, x):
         self.change = not self.change
         return self.head(x) if self.change else 2 * self.head(x)
+
+
+class CountsWithGradients(Head):
+    def forward(self, x):
+        self.calls += torch.is_grad_enabled()
+        return self.head(x) * (1 + self.calls % 2)
+
+
+class Teacher(Head):
+    """Moves frozen parameters, which start as a copy, towards the trained ones."""
+
+    def __init__(self, evaluates):
+        super().__init__(None)
+        self.evaluates = evaluates
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+
+    def forward(self, x):
+        if not self.training:
+            return (self.teacher if self.evaluates else self.head)(x)
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.head.weight, 1e-4)
+        return self.head(x) + self.teacher(x)
+
+
+def moved_by_backward() -> nn.Module:
+    layer = OwnStatistics(True)
+
+    def move(layer, gradients, of_outputs):
+        layer.means += of_outputs[0].norm(dim=0)
+
+    layer.register_full_backward_hook(move)
+    return sequence(layer)
 
 
 class CountsInABuffer(Head):
@@ -931,6 +1037,13 @@ REFUSED = {
     "subclass of dropout": (lambda: sequence(DropsInEvaluation(0.5)), r"1 \(DropsInEvaluation\)"),
     "switch": (lambda: Toggles(False), "attribute 'change' of the net"),
     "counter": (lambda: Counts(None), "attribute 'calls' of the net"),
+    "counter where gradients are on": (
+        lambda: CountsWithGradients(None),
+        "attribute 'calls' of the net",
+    ),
+    "teacher": (lambda: Teacher(False), "parameter 'teacher.weight' .* make a mean .* a buffer"),
+    "teacher in evaluation": (lambda: Teacher(True), "changes its parameter 'teacher.weight'"),
+    "moved by backward": (moved_by_backward, "moves '1.means' .*, not in the backward pass"),
     "counter of a class": (lambda: CountsInItsClass(None), "attribute 'passes' of class"),
     "clamps": (lambda: Clamps(0.1), "changes its parameter 'head.weight'"),
     "would clamp later": (lambda: Clamps(1.0), "changes its parameter 'head.weight'"),

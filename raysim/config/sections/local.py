@@ -63,8 +63,8 @@ class Local(Section):
     products of float32 whose factors are rounded to 10 bits; or `bf16`, by torch.autocast.
     Parameters, steps, sums and evaluation keep float32."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Factor of each parameter in the direction of a step, except where its name contains "bias"
-    (as in Luo 2023's code)."""
+    """Factor of each parameter in the direction of a step, except where its own name in its layer
+    contains "bias" (as in Luo 2023's code)."""
     max_grad_norm: Positive | None = None
     """Largest norm of a step's direction; null: no clipping."""
     upload_dtype: Literal["bfloat16", "float16"] | None = None

@@ -357,6 +357,7 @@ def _refuse_other_statistics(model: Model, expected: Tensor, got: Tensor, when: 
             raise ConfigError(
                 f"{model.label} moves '{statistic.layer}.{statistic.name}' here to other values "
                 f"than in PyTorch {when}".rstrip()
+                + "; move it in forward, not in the backward pass"
             )
 
 

@@ -29,7 +29,8 @@ MODES = ("training", "evaluation", "training")
 """Modes of the passes that show whether a net keeps something between passes."""
 
 SCALE = 8.0
-"""Factor of the parameters in a pass that shows whether forward limits them."""
+"""Smallest factor of trained parameters in a pass that shows whether forward limits them, or
+copies one to another."""
 
 MANY_PASSES = 1001
 """Number that is added to a counter, to see if outputs or statistics depend on it."""
@@ -137,11 +138,12 @@ def refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
     trial.restore()
     _refuse_memory_of_training(trial, net)
     _refuse_memory_of_inputs(trial, original_copy(net, model))
-    # Larger parameters show a forward that limits their norm.
+    # Larger parameters show a forward that limits their norm. Each has its own factor and frozen
+    # ones have none, so that no parameter stays the copy of another, as a mean of its steps starts.
     larger = dict(trial.start)
-    for name, parameter in trial.net.named_parameters():
-        if parameter.is_floating_point():
-            larger[name] = larger[name] * SCALE
+    trained = [name for name, p in trial.net.named_parameters() if p.requires_grad]
+    for position, name in enumerate(trained):
+        larger[name] = larger[name] * SCALE * (1 + position / len(trained))
     trial.restore(larger)
     _passes(trial.net, x)
     trial.refuse_changed_parameters(larger)
@@ -201,8 +203,9 @@ class _Trial:
             if not same_values(parameter.detach(), before[name]):
                 raise ConfigError(
                     f"{self.label} changes its parameter '{name}' in a forward pass, and only a "
-                    "local step may change parameters; compute with a changed copy instead, or run "
-                    "the net on a batch before, if its first one initialises it"
+                    "local step may change parameters; make a mean of parameters a buffer, compute "
+                    "with a changed copy instead, or run the net on a batch before, if its first "
+                    "one initialises it"
                 )
 
 
@@ -306,13 +309,16 @@ def _refuse_moves_in_evaluation(trial: _Trial) -> None:
             )
 
 
-@torch.no_grad()
 def _passes(net: nn.Module, x: Tensor) -> list[Tensor]:
-    """Return the outputs of an odd number of passes, so that a switch shows, in these `MODES`."""
+    """Return the outputs of an odd number of passes, so that a switch shows, in these `MODES`.
+
+    Those in training have gradients, by which a forward may tell them apart.
+    """
     outputs = []
     for mode in MODES:
         net.train(mode == "training")
-        outputs.append(net(x).clone())
+        with torch.set_grad_enabled(mode == "training"):
+            outputs.append(net(x).detach().clone())
     return outputs
 
 
