@@ -327,6 +327,17 @@ class ClientRule(Rule):
         """
         return uploads
 
+    def no_effect(self, attackers: int, others: int) -> str:
+        """Return why a group of attackers has no effect in a round of these sizes; "" if it has.
+
+        A run whose rounds have these numbers on average logs the reason before it starts.
+
+        Args:
+            attackers: clients of the group in a round, M.
+            others: the round's other clients, K - M.
+        """
+        return ""
+
 
 def normalised(weights: Iterable[float]) -> list[float]:
     """Return weights divided by their sum.

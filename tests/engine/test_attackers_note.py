@@ -67,6 +67,17 @@ def test_else_it_is_silent(sections, notes):
     assert not notes(**sections)
 
 
+def test_an_attack_without_effect_is_named(notes):
+    def noted(share=0.2, **values):
+        client = {"name": "alie", **values}
+        return notes(algorithm="median", groups={"bad": {"share": share, "client": client}})
+
+    (message,) = noted()
+    assert message.startswith("groups.bad.client: alie has no effect, as of the 10 clients of a ")
+    assert message.endswith("about 2 are attackers: z is 0; set z, or raise the share")
+    assert not noted(share=0.3) and not noted(z=0.5)
+
+
 @pytest.mark.parametrize("buffers", ["averaged", "personal", "frozen"])
 def test_attackers_reach_averaged_statistics_whatever_the_server_rule_does(buffers, notes):
     local = {"steps": 1, "batch_size": 4, "lr": 0.1, "buffers": buffers}

@@ -28,6 +28,7 @@ from raysim.rules.rule import SHIPPED_PACKAGE, Problem, family, place_of_metric
 from raysim.rules.uploads import declared, with_mode
 from raysim.system import startup_stages
 from raysim.system.signals import failing_as
+from raysim.training.groups import ClientGroup
 from raysim.training.personal import PersonalParts, personal_batch_norms
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
@@ -282,19 +283,26 @@ def _section_of_server(raw: Mapping[str, Any]) -> str:
 
 
 def note_attackers(raw: Mapping[str, Any], plan: Plan) -> None:
-    """Log that the server rule is set for fewer attackers than the groups put into a round.
+    """Log that attackers have no effect, or are more in a round than the server rule is set for.
 
     Args:
         raw: the configuration of the run, before its defaults were written out.
         plan: the plan of the run.
     """
     server, cohort = plan.server, plan.problem.cohort
+    if plan.members is None:
+        return
+    members = plan.members[plan.clients.sizes > 0]
+    for k, group in enumerate(plan.groups, 1):
+        if group.rule.attacks:
+            n_in_round = round(float(np.mean(members == k)) * cohort)
+            _note_no_effect(group, max(n_in_round, 1), cohort)
     key = f"{_section_of_server(raw)}.{server.attackers_key}"
     value = getattr(server, server.attackers_key, None)
-    if plan.members is None or not isinstance(value, int | float):
+    if not isinstance(value, int | float):
         return
     attacking = [k for k, group in enumerate(plan.groups, 1) if group.rule.attacks]
-    share = float(np.isin(plan.members[plan.clients.sizes > 0], attacking).mean())
+    share = float(np.isin(members, attacking).mean())
     is_number = isinstance(value, int)
     n_attackers = round(share * cohort)
     if round(value if is_number else value * cohort) >= n_attackers:
@@ -313,6 +321,23 @@ def note_attackers(raw: Mapping[str, Any], plan: Plan) -> None:
         key,
         needed,
     )
+
+
+def _note_no_effect(group: ClientGroup, n_attackers: int, cohort: int) -> None:
+    """Log that a group of attackers changes nothing in a round of the usual numbers."""
+    rule, key = group.rule, f"groups.{group.name}.client"
+    failed = f"{key}: no_effect() of client rule '{rule.name}' failed"
+    with failing_as(lambda why: ConfigError(f"{failed}: {why}")):
+        reason = rule.no_effect(n_attackers, cohort - n_attackers)
+    if reason:
+        startup_stages.notes.info(
+            "%s: %s has no effect, as of the %d clients of a round about %d are attackers: %s",
+            key,
+            rule.name,
+            cohort,
+            n_attackers,
+            reason,
+        )
 
 
 def note_averaged_statistics(plan: Plan) -> None:
