@@ -188,6 +188,11 @@ def inputs_like(x: Any, dataset: Dataset) -> np.ndarray:
     """
     reader = ExampleReader("predict")
     array = reader.array(reader.packed(x, "x", None, dataset.inputs)[0], "x")
+    of_sequences = dataset.x.ndim == 2 and dataset.x.dtype == np.int64 and not dataset.inputs
+    if of_sequences and (isinstance(array, list) or (array.ndim == 2 and array.dtype.kind in "iu")):
+        # One example of the data set has the length to which all of them were padded.
+        halves = {"": ([*array], None), f" of {dataset.name}": (dataset.x[:1], None)}
+        array = reader.padded(halves)[""][0]
     if isinstance(array, list):
         raise reader.error("x has rows of different lengths; pad them as those of the data set")
     if not array.ndim or not len(array):
