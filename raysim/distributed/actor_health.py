@@ -16,10 +16,10 @@ import ray
 from raysim.distributed.heartbeats import Address, Monitor
 from raysim.distributed.transport import actor_calls
 from raysim.distributed.transport.actor_calls import Actor, Reference
-from raysim.distributed.waiting import POLL_INTERVAL_S, get
+from raysim.distributed.waiting import POLL_INTERVAL_S, PROGRESS_INTERVAL_S, get
 from raysim.engine.failure_policy import ActorDied
 from raysim.errors import RaysimError, ServerStateLost
-from raysim.system import processes
+from raysim.system import processes, startup_stages
 
 
 class ActorSupervisor:
@@ -201,10 +201,16 @@ class ActorSupervisor:
             RaysimError: an actor does not start in time, or Ray itself has failed.
         """
         limit = self.monitor.start_s
-        deadline = time.monotonic() + limit
+        began = last_line = time.monotonic()
         awaited = f"the start of {', '.join(places)}"
         pending: list[Any] = list(places.values())
-        while pending and time.monotonic() < deadline:
+        while pending and (now := time.monotonic()) < began + limit:
+            if now - last_line >= PROGRESS_INTERVAL_S:
+                startup_stages.begin(
+                    f"{len(places) - len(pending)} of {len(places)} actors, the server's included, "
+                    f"have started; waiting, {now - began:.0f} of at most {limit:g} s"
+                )
+                last_line = now
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_INTERVAL_S)
             # Raises at once if an actor has failed to start, instead of at the limit.
             get(ready, awaited, limit)

@@ -14,6 +14,9 @@ from raysim.errors import ConfigError, RaysimError, ServerStateLost
 POLL_INTERVAL_S = 1.0
 """Interval at which every wait checks for failed actors and dead nodes, in seconds."""
 
+PROGRESS_INTERVAL_S = 10.0
+"""Seconds between two lines about the nodes or actors that are awaited."""
+
 
 def get(reference: Any, awaited: str, timeout: float) -> Any:
     """Return the value of `reference`, like `ray.get`, within a time limit.

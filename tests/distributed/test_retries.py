@@ -1,4 +1,4 @@
-"""Which worker retries the blocks of a failed worker. The pool is a fake without Ray."""
+"""Which worker retries the blocks of a failed worker, and a slow start. Ray is a fake."""
 
 from __future__ import annotations
 
@@ -8,13 +8,36 @@ from typing import Any
 
 import pytest
 
+from raysim.distributed import actor_health
 from raysim.distributed.block_scheduler import WorkerSpeeds
 from raysim.distributed.node_traffic import ClusterTopology
 from raysim.distributed.round import BlockCall, RayRound, RoundPhase
 from raysim.distributed.worker_pool import Worker
 from raysim.engine.failure_policy import FailurePolicy
 from raysim.errors import ClientError
+from raysim.system import startup_stages
 from raysim.training.messages import Block, ClientTask, WorkerResult
+
+
+def test_a_slow_start_of_actors_is_shown(monkeypatch):
+    """A fake of Ray, in which one of two actors starts per wait."""
+    monkeypatch.setattr(actor_health, "PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(actor_health, "get", lambda reference, *limits: reference)
+    monkeypatch.setattr(
+        actor_health.ray, "wait", lambda pending, **limits: (pending[:1], pending[1:])
+    )
+    supervisor = actor_health.ActorSupervisor(print)
+    monitor: Any = SimpleNamespace(start_s=120.0, check=lambda: None)
+    supervisor._monitor = monitor
+    lines: list[str] = []
+    places: Any = {"the ServerActor": "a", "ClientActor 0": "b"}
+    with startup_stages.shown_by(lines.append):
+        assert supervisor.wait_for_start(places) == ["a", "b"]
+    assert [line[:30] for line in lines] == [
+        "0 of 2 actors, the server's in",
+        "1 of 2 actors, the server's in",
+    ]
+    assert lines[1].endswith("have started; waiting, 0 of at most 120 s")
 
 
 class PlainPool:

@@ -16,15 +16,12 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from raysim.distributed.waiting import POLL_INTERVAL_S
+from raysim.distributed.waiting import POLL_INTERVAL_S, PROGRESS_INTERVAL_S
 from raysim.errors import ConfigError
 from raysim.system import startup_stages
 
 FIRST_REPORT_TIMEOUT_S = 10.0
 """Time limit for the autoscaler of a new cluster to report for the first time, in seconds."""
-
-PROGRESS_INTERVAL_S = 10.0
-"""Seconds between two lines about the nodes that are awaited."""
 
 STATUS_KEYS = ("__autoscaling_status", "__autoscaling_status_legacy")
 """Keys under which Ray's autoscaler reports in the key-value store of the head."""
