@@ -229,6 +229,8 @@ class Model:
         if "unexpected keyword argument" in why and self.inputs:
             names = ", ".join(entry.name for entry in self.inputs)
             return f"; the data have the inputs {names}, which are arguments of forward by name"
+        if not x.is_floating_point() and "index out of range" in why:  # of an nn.Embedding
+            return f"; the numbers in these two examples are from {x.min()} to {x.max()}"
         if not x.is_floating_point():
             return "; x is int64: give floats, or use nn.Embedding"
         if "same dtype" in why:

@@ -79,6 +79,9 @@ def test_inputs_of_any_rank_train_and_are_evaluated_like_images(base, tmp_path, 
         assert given.clients.loss.tolist() == pytest.approx(images.clients.loss.tolist(), rel=1e-5)
 
 
+TOKENS = np.tile([3, 29, 5, 7], (9, 1))
+
+
 class Named(nn.Linear):
     def forward(self, x):  # pyright: ignore[reportIncompatibleMethodOverride]  # as nets of transformers do
         return {"logits": super().forward(x)}
@@ -88,6 +91,7 @@ class Named(nn.Linear):
     ("x", "net", "message"),
     [
         (np.zeros((9, 4), int), nn.Linear(4, 3), "x is int64: give floats, or use nn.Embedding"),
+        (TOKENS, nn.Sequential(nn.Embedding(20, 3), nn.Flatten()), "the numbers in .* from 3 to 29$"),
         (np.zeros((9, 4)), Named(4, 3), r"into dict, and task .* takes one tensor"),
     ],
 )  # fmt: skip
