@@ -417,9 +417,9 @@ def write_parameters(plan: Plan, named: dict[str, Tensor], folder: Path) -> None
         with files.whole(folder / PARAMETERS_FILE) as partial:
             save_file(named, partial, {PARAMETER_ORDER_KEY: order})
     except (OSError, SafetensorError) as error:
+        why = files.why_unwritable(folder, error, "make room and `raysim resume` writes it")
         raise checkpoint.Unwritable(
-            f"{folder / PARAMETERS_FILE} cannot be written: {error} ({files.free_space(folder)}); "
-            "make room and `raysim resume` writes it"
+            f"{folder / PARAMETERS_FILE} cannot be written: {why}"
         ) from None
 
 

@@ -73,6 +73,20 @@ def free_space(folder: Path) -> str:
     return f"{shutil.disk_usage(existing).free / 1e6:.0f} MB free there"
 
 
+def why_unwritable(folder: Path, error: Exception, fix: str) -> str:
+    """Return why a file of a folder cannot be written, and the fix.
+
+    Args:
+        folder: the folder, which was there.
+        error: the error of the write.
+        fix: what to do about a full disk.
+    """
+    if not folder.exists():
+        return f"the folder {folder} no longer exists; run it again"
+    why = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return f"{why} ({free_space(folder)}); {fix}"
+
+
 def is_path(text: str) -> bool:
     """Return whether a text is the path of an existing file or folder.
 

@@ -135,6 +135,11 @@ class Tracker(Recorder):
 
     def _report_unsent(self, error: Exception | None) -> None:
         """Warn of records that were not sent; a required database that lacks some is a failure."""
+        if not self._spool.path.exists():
+            uri = mask_secrets(self._server.uri)
+            text = "%d records were not sent to %s and are lost: %s no longer exists"
+            logger.error(text, self.pending, uri, self._spool.path)
+            return
         command = f"raysim tracking sync {shlex.quote(str(self._spool.path.parent))}"
         logger.warning(
             "%d records were not sent to %s (%s); they are kept in %s; to send them: %s%s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sqlite3
 import threading
@@ -118,6 +119,22 @@ def test_a_data_set_that_another_run_logs_at_the_same_time(tmp_path: Path, monke
     tracker.finish("FINISHED")
     assert len(calls) == 2 and not tracker.pending
     assert len(client_of(uri).get_run(run_id).inputs.dataset_inputs) == 1
+
+
+def test_a_folder_that_was_deleted_is_not_called_a_full_disk(
+    tmp_path: Path, monkeypatch, caplog, uri: str
+) -> None:
+    monkeypatch.setattr(tracking, "DRAIN_TIMEOUT_S", {"up": 1.0, "down": 0.5})
+
+    def progress(record: dict[str, float]) -> None:
+        if record["round"] == 2:
+            (tmp_path / "run").rename(tmp_path / "elsewhere")  # at once, while others write
+
+    config = basic(tmp_path, uri) | {"rounds": 3, "checkpoint": {"every": 0}}
+    with pytest.raises(RaysimError, match=r"the folder .*run no longer exists; run it again$"):
+        raysim.run(config, progress=progress)
+    assert re.search(r"were not sent to .* and are lost: .*spool.jsonl no longer", caplog.text)
+    assert "are kept in" not in caplog.text
 
 
 @pytest.mark.parametrize("required", [True, False])

@@ -218,11 +218,9 @@ class ClientEvaluations:
             with files.whole(path) as partial:
                 pd.DataFrame(rows).to_parquet(partial, index=False, write_page_checksum=True)
         except OSError as error:
-            raise RaysimError(
-                f"{path} cannot be written: {error.strerror or error} "
-                f"({files.free_space(path.parent)}); free some space and continue from the last "
-                "checkpoint with `raysim resume`"
-            ) from None
+            fix = "free some space and continue from the last checkpoint with `raysim resume`"
+            why = files.why_unwritable(self.folder.parent, error, fix)
+            raise RaysimError(f"{path} cannot be written: {why}") from None
 
 
 def have_own_models(plan: Plan) -> bool:

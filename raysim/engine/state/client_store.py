@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from raysim.errors import ConfigError, RaysimError
-from raysim.system.files import free_space, sync_to_disk
+from raysim.system.files import sync_to_disk, why_unwritable
 from raysim.training.messages import KeptState
 
 StoredState = dict[str, np.ndarray]
@@ -353,12 +353,12 @@ class ClientStateStore:
     def _unwritable(self, subject: str, error: OSError) -> RaysimError:
         """Return the error for a failed write of `subject`, with the free space on the disk."""
         assert self.dir is not None
-        return RaysimError(
-            f"{subject} cannot be written to {self.dir}: {error.strerror or error} "
-            f"({free_space(self.dir)}); free some space or raise client_state.memory, and "
-            "continue from the last checkpoint with `raysim resume`; a new run can use a larger "
-            "disk (client_state.dir)"
+        fix = (
+            "free some space or raise client_state.memory, and continue from the last checkpoint "
+            "with `raysim resume`; a new run can use a larger disk (client_state.dir)"
         )
+        why = why_unwritable(self.dir, error, fix)
+        return RaysimError(f"{subject} cannot be written to {self.dir}: {why}")
 
 
 def kinds_of(row: KeptState) -> Kinds:
