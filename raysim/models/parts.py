@@ -121,6 +121,6 @@ def listed(names: Sequence[str]) -> str:
     """Return names as text, at most MAX_NAMES of them.
 
     Args:
-        names: names of parameters or tensors.
+        names: names, such as those of parameters.
     """
     return ", ".join(names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")

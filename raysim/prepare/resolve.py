@@ -32,6 +32,7 @@ from raysim.prepare.checks import logged_metrics, machine
 from raysim.prepare.checks import rules as rule_checks
 from raysim.prepare.checks.clients import check_client_evaluation, check_cohort
 from raysim.prepare.checks.net import note_pixels
+from raysim.prepare.checks.task import note_absent_classes
 from raysim.prepare.dry_run import client_rule, learning_task, server_rule
 from raysim.prepare.mode_and_block_size import choose_batching
 from raysim.prepare.workload import Rules, build_problem, build_rules
@@ -77,6 +78,7 @@ def log_notes(raw: Mapping[str, Any], plan: Plan) -> None:
     with gradients():  # it makes the net
         rule_checks.note_averaged_statistics(plan)
     note_pixels(raw, plan.config, plan.dataset)
+    note_absent_classes(plan.learning_task, plan.dataset)
 
 
 def read_run_config(

@@ -243,6 +243,14 @@ def test_a_note_says_that_uint8_arrays_are_read_as_images(config, caplog):
     assert not is_noted((floats, y, floats, y))
 
 
+def test_a_note_names_classes_without_a_training_example(config, caplog):
+    caplog.set_level(logging.INFO, "raysim.notes")
+    x, y = RNG.normal(size=(40, 4)), np.array([0, 2, 4, 5] * 10)
+    data = named_inputs({"data": (x, y, x, np.array([0, 1, 3, 5] * 10))})["data"]
+    prepare({**config, "data": data, "partition": {"clients": 4}, "model": "logistic"})
+    assert "labels without a training example: 1, 3; 20 of the 40 test examples" in caplog.text
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.errors import ConfigError
 from raysim.models.first_outputs import failed_loss
 from raysim.models.flat import Model
+from raysim.models.parts import listed
 from raysim.prepare.configured_task import task_data
 from raysim.rules.contract import ClientRule, ServerRule, half_of
 from raysim.rules.methods.registry import is_shipped
@@ -22,6 +23,7 @@ from raysim.rules.public import PublicNeed
 from raysim.rules.tasks.learning_task import LearningTask
 from raysim.rules.tasks.loss_reading import MAX_PROBE_NUMBERS, made_up
 from raysim.rules.tasks.loss_task import LossTask
+from raysim.system import startup_stages
 from raysim.system.signals import failing_as
 
 
@@ -85,6 +87,25 @@ def confirm_loss(model: Model, dataset: Dataset, clients: Clients | VirtualClien
         targets = torch.from_numpy(y[np.linspace(0, len(y) - 1, n).astype(int)])
         with failing_as(partial(failed_loss, task, outputs, n_examples=str(n))):
             task.confirm(outputs, targets)
+
+
+def note_absent_classes(task: LearningTask, dataset: Dataset) -> None:
+    """Log which classes below the largest one have no training example.
+
+    Args:
+        task: the learning task.
+        dataset: the data set.
+    """
+    if not task.class_labels or not dataset.are_labelled:
+        return
+    absent = np.flatnonzero(np.bincount(dataset.y) == 0)
+    if absent.size:
+        startup_stages.notes.info(
+            "data: labels without a training example: %s; %d of the %d test examples have one",
+            listed([*map(str, absent)]),
+            np.isin(dataset.y_test, absent).sum(),
+            len(dataset.y_test),
+        )
 
 
 def check_rules_of_task(task: LearningTask, *rules: ClientRule | ServerRule) -> None:
