@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from raysim.data import import_torchvision
-from raysim.data.own.reading import make_dataset
+from raysim.data.own.reading import inputs_like, make_dataset
 from raysim.errors import ConfigError
 
 RNG = np.random.default_rng(2)
@@ -184,6 +184,18 @@ def test_sequences_of_whole_numbers_are_padded_to_the_longest():
     assert made({"train": rows, "test": (x_test, y_test)}).x.tolist() == dataset.x.tolist()
 
 
+def test_sequences_to_predict_are_padded_like_the_examples():
+    half = [[1, 2, 3], [4]], [0, 1]
+    dataset = made({"train": half, "test": half})
+    assert inputs_like([[5], [6, 7]], dataset).tolist() == [[5, 0, 0], [6, 7, 0]]
+    assert inputs_like([[5, 6]], dataset).tolist() == [[5, 6, 0]]
+    for longer in ([[1, 2, 3, 4]], [[1, 2, 3, 4], [5]]):
+        with pytest.raises(ConfigError, match=r"^predict: .* shape \[3\], x of shape \[4\]; give"):
+            inputs_like(longer, dataset)
+    with pytest.raises(ConfigError, match=r"^predict: x has rows of different lengths"):
+        inputs_like([[1, 2, 3], [4]], PLAIN)
+
+
 def test_sequences_may_have_one_label_each():
     dataset = made(([[1, 2], [3]], [0, 1], [[4], [5]], [1, 1]))
     assert dataset.x.tolist() == [[1, 2], [3, 0]] and dataset.x_test.tolist() == [[4, 0], [5, 0]]
@@ -251,6 +263,7 @@ def test_targets_where_there_is_no_token_are_refused():
         ((X, np.array(["a", 1, None, 2, 3, 4], dtype=object)), "y is an array of Python objects"),
         ((X, None), "y is a NoneType; give numbers"),
         ((TABLE, Y), r"x is an array .* \(number 0 of the column 'kind' is a str\); give numbers"),
+        ((TABLE.astype({"kind": "category"}), Y), "x is an array .*; give numbers, as .cat.codes of"),
         ({"x": X, "y": Y, "user": [1, "1", 2, 2, 1, 1]}, "users mixes integers and texts; give"),
         ((iter(X), Y), "x is a .*iterator; give numbers"),
         ((torch.tensor(X) + 1j, Y), "x is of type complex128; give numbers"),

@@ -131,10 +131,10 @@ class ArrayReader:
             first = _first(array, getattr(values, "columns", ()))
             are_whole = all(isinstance(value, int | np.integer) for value in array.flat)
             dtype = "int" if name.startswith("y") and are_whole else "float"
-            fix = _numbering(name) if first else f", as .astype({dtype}) makes of it"
+            fix = _numbering(name, values) if first else f", as .astype({dtype}) makes of it"
             raise self.error(f"{name} is an array of Python objects{first}; give numbers{fix}")
         if kind not in "biuf":
-            fix = _numbering(name) if kind in "US" else ""
+            fix = _numbering(name, values) if kind in "US" else ""
             raise self.error(f"{name} is of type {array.dtype}; give numbers{fix}")
 
     def _converted(self, array: np.ndarray, dtype: type, name: str) -> np.ndarray:
@@ -297,8 +297,11 @@ def _first(array: np.ndarray, columns: Sequence[Any]) -> str:
     return ""
 
 
-def _numbering(name: str) -> str:
-    """Return how texts become labels, for the errors of targets."""
+def _numbering(name: str, values: Any) -> str:
+    """Return how texts of categories or targets become numbers, for errors about them."""
+    kinds = np.ravel(np.asarray(getattr(values, "dtypes", ()), dtype=object))  # of pandas
+    if "category" in map(str, kinds):
+        return ", as .cat.codes of the same categories in both halves"
     if not name.startswith("y"):
         return ""
     return (
