@@ -112,19 +112,21 @@ class HiddenChanges:
 
     def _results(self) -> Results:
         """Return the results of the initial net; the parameters stay."""
-        bound, kept = self.bound, self.bound.w.clone()
-        w, buffers = bound.model.initial()
+        bound, model, kept = self.bound, self.bound.model, self.bound.w.clone()
+        w, buffers = model.initial()
         bound.w.copy_(w)
         norms = self._norms_at_rest()
-        x, y = bound.model.examples(EXAMPLES)
-        with tensors_on(bound.model.device):
+        x, y = model.examples(EXAMPLES)
+        with tensors_on(model.device):
             with torch.no_grad():
+                bound.model = model.with_precision("float32")  # as evaluations compute
                 outputs = [bound.forward(x, "eval", buffers)]
+                bound.model = model
             # With gradients, by which a forward may tell training apart.
             with torch.enable_grad():
                 outputs.append(bound.forward(x, "frozen", buffers).detach())
             with torch.no_grad():
-                loss = bound.model.mean_loss(outputs[1], x, y)
+                loss = model.mean_loss(outputs[1], x, y)
         bound.w.copy_(kept)
         return Results(norms, outputs, loss)
 
