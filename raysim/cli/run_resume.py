@@ -124,7 +124,8 @@ def _execute_and_print(
         with RunProgress(plan, console) as progress:
             done = execute(plan, folder, saved, origin, progress=progress)
     except KeyboardInterrupt as stop:
-        aside(f"stopped; {how_to_continue(stop.args[1]) if stop.args else 'nothing had begun'}")
+        folder = vars(stop).get("folder", folder)
+        aside(f"stopped; {how_to_continue(folder) if folder else 'nothing had begun'}")
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from None
     console.tell(summary(done, saved.facts["round"] if saved else 0))
     here = Path.cwd()

@@ -47,10 +47,11 @@ _PATH_SCHEMES = ("sqlite", "file")
 """Schemes of addresses that are paths: an @ is part of a name."""
 
 _NAME = (
-    r"[\w.-]*(?:password|passwd|pwd|passphrase|secret|token|credentials?|signature|"
-    r"(?:api|access|secret|private)[_-]?key)"
+    r"[\w.-]*(?:(?:password|passwd|passphrase|secrets?(?![a-z])|credential|(?:api|access)[_-]?key|signature)"
+    r"[\w.-]*|pwd|token|private[_-]?key)"
 )
-"""Names that end in a word for a secret; model.n_tokens and max_token_length are none."""
+"""Names with a word for a secret. Many names have token in them, such as model.n_tokens: only at
+their end it is one."""
 _PAIR = re.compile(
     rf"(?P<name>{_NAME})(?P<equals>=|%3D)(?:%7B.*?%7D|\{{[^}}]*\}}|(?:(?!%3B|%26)[^&;\s])*)",
     re.IGNORECASE,

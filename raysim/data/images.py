@@ -225,6 +225,7 @@ def cached(
             np.savez(part, *arrays, name=np.array(path.stem))
         own.replace(path)
     except OSError as error:
+        own.unlink(missing_ok=True)
         print(
             f"{path} could not be kept, the images will be decoded again next time: {error}",
             file=sys.stderr,

@@ -127,9 +127,15 @@ def from_line(line: str, place: str = "") -> Row:
         raise BadRow(f"its format is {content['ledger']}, not {FORMAT}; use its raysim version")
     if content.pop("check", None) != _checksum(content):
         raise BadRow("its checksum is wrong; it was damaged or changed by hand")
-    # `as_line` has written what has this checksum.
+    # `as_line` has written what has this checksum, perhaps that of another version of raysim.
     del content["ledger"]
-    return Row(**{**content, "history": _decoded(content["history"]), "place": place})
+    try:
+        row = Row(**{**content, "history": _decoded(content["history"]), "place": place})
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BadRow(f"it has other fields than a row of this version: {error}") from None
+    if not isinstance(row.digest, str):
+        raise BadRow("it has no digest")
+    return row
 
 
 def _json(content: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
@@ -139,7 +140,11 @@ def _own_defaults(config: Config, rules: Rules) -> dict[str, dict[str, Any]] | N
         # The values that an algorithm gives its rules are its defaults.
         settings = method.settings if method and section in ("client", "server") else {}
         values = {f.name: settings.get(f.name, f.default) for f in fields(rule)}
-        own[section] = {key: plain(v) for key, v in values.items() if v is not MISSING}
+        own[section] = {}
+        for key, value in values.items():
+            if value is not MISSING:
+                with suppress(ValueError):  # __post_init__ may replace what no file can hold
+                    own[section][key] = plain(value)
     return own
 
 

@@ -74,7 +74,9 @@ def _short_forms(value: str) -> list[str]:
     if value == "[]":
         return ["none", value]
     if _STAGES.fullmatch(value):
-        return [" + ".join(map(_stage, json.loads(value))), value]
+        sections = json.loads(value)
+        if all(isinstance(part, dict) and isinstance(part.get("name"), str) for part in sections):
+            return [" + ".join(map(_stage, sections)), value]
     if _DIGEST.fullmatch(value):
         # A number would belong to another version as soon as one is added.
         return [f"version {value[:DIGEST_LETTERS]}", value]

@@ -223,7 +223,8 @@ def _own_folder(
             try:
                 yield
             except KeyboardInterrupt as stop:
-                stop.args = f"stopped; {how_to_continue(run_dir, in_python=True)}", run_dir
+                stop.args = (f"stopped; {how_to_continue(run_dir, in_python=True)}",)
+                vars(stop)["folder"] = run_dir
                 raise
             except Exception as error:
                 if is_refusal(error):

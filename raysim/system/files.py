@@ -37,10 +37,11 @@ def make_numbered(stem: Path, mode: int = 0o777) -> tuple[Path, int]:
     Raises:
         OSError: it cannot be created.
     """
+    stem.parent.mkdir(parents=True, exist_ok=True)
     path, number = stem, 1
     while True:
         try:
-            path.mkdir(mode, parents=True)
+            path.mkdir(mode)
             return path, number
         except FileExistsError:
             number += 1
@@ -77,11 +78,11 @@ def why_unwritable(folder: Path, error: Exception, fix: str) -> str:
     """Return why a file of a folder cannot be written, and the fix.
 
     Args:
-        folder: the folder, which was there.
+        folder: a folder above the file, which was there.
         error: the error of the write.
         fix: what to do about a full disk.
     """
-    if not folder.exists():
+    if isinstance(error, FileNotFoundError) and not folder.exists():
         return f"the folder {folder} no longer exists; run it again"
     why = error.strerror if isinstance(error, OSError) and error.strerror else error
     return f"{why} ({free_space(folder)}); {fix}"

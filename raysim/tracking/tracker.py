@@ -139,6 +139,8 @@ class Tracker(Recorder):
             uri = mask_secrets(self._server.uri)
             text = "%d records were not sent to %s and are lost: %s no longer exists"
             logger.error(text, self.pending, uri, self._spool.path)
+            if self.required and database_of(self._server.uri):
+                self.failure = text % (self.pending, uri, self._spool.path)
             return
         command = f"raysim tracking sync {shlex.quote(str(self._spool.path.parent))}"
         logger.warning(

@@ -1113,6 +1113,16 @@ def test_a_run_dir_that_is_taken(small, tmp_path):
     assert make_run_dir(plan) == taken
 
 
+def test_a_folder_of_runs_that_leads_nowhere_is_refused(small, tmp_path, monkeypatch):
+    from raysim.runs.run_dir import make_run_dir
+
+    monkeypatch.chdir(tmp_path)
+    Path("runs").symlink_to(tmp_path / "gone")
+    del small["run_dir"]
+    with pytest.raises(ConfigError, match=r"^run_dir: runs/.* cannot be written"):
+        make_run_dir(prepare(small))
+
+
 def test_run_dirs_without_a_name_are_numbered(small, files):
     from raysim.runs.run_dir import make_run_dir
 

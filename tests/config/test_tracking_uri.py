@@ -239,7 +239,7 @@ def test_an_unusable_variable_stops_no_run_that_is_not_tracked(base, monkeypatch
 def test_a_word_within_a_name_hides_no_value():
     shown = "model.n_tokens=64 max_tokens=3 data.tokenizer=bpe secretary=1"
     assert mask_secrets(shown) == shown
-    secrets = "mlflow_token=64 client.secret_key=64 --api-key=64 credentials=64"
+    secrets = "mlflow_token=64 password1=64 client_secret_value=64 client.secret_key=64 --api-key=64 credentials=64"
     assert mask_secrets(secrets) == secrets.replace("64", "***")
 
 

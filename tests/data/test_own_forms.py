@@ -194,6 +194,9 @@ def test_sequences_to_predict_are_padded_like_the_examples():
             inputs_like(longer, dataset)
     with pytest.raises(ConfigError, match=r"^predict: x has rows of different lengths"):
         inputs_like([[1, 2, 3], [4]], PLAIN)
+    table = made((np.arange(1, 13).reshape(4, 3), [0, 1, 0, 1]) * 2)
+    with pytest.raises(ConfigError, match=r"^predict: .* shape \[3\], x of shape \[2\]; give"):
+        inputs_like(np.ones((2, 2), int), table)
 
 
 def test_sequences_may_have_one_label_each():

@@ -495,6 +495,16 @@ def test_refused(net, said):
     )
 
 
+def test_rounding_that_a_deep_net_makes_large_is_no_difference():
+    """BatchNorm of four numbers, twenty times; the run's memory format rounds otherwise."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1)]
+    for _ in range(20):
+        layers += [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 4))
+    check_reading(net, Model(copy.deepcopy(net), (3, 8, 8), 4))
+
+
 def test_ids_alone_reach_an_embedding_with_a_dimension_of_one():
     ids = Batch(torch.tensor([[3], [8]]), torch.tensor([0, 2]))
     said = r"into \[2, 1, 3\], but .* shape \[2, 3\]; x is \[2, 1\] here, so let forward take x"

@@ -964,6 +964,7 @@ def test_readable_names_of_rules_and_files():
         '[{"name": "./my.py:Signs", "of": null, "share": 0.2}, {"name": "topk"}]': (
             "Signs(share=0.2) + topk"
         ),
+        '[{"name": "conv"}, {"units": 10}]': '[{"name": "conv"}, {"units": 10}]',
         '[{"name": "a.py:One"}]': '[{"name": "a.py:One"}]',
         '[{"name": "b.py:One"}]': '[{"name": "b.py:One"}]',
         "[]": "none",

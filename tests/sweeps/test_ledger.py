@@ -20,7 +20,7 @@ from support.sweeps import SMALL, trained_in_this_process
 import raysim
 from raysim.config import explain
 from raysim.errors import ConfigError
-from raysim.ledger import ledger_file
+from raysim.ledger import ledger_file, ledger_row
 from raysim.ledger.kept import kept_config, kept_history
 from raysim.ledger.ledger_file import append_rows, read_rows, unique
 from raysim.ledger.ledger_row import BadRow, Row, as_line, from_line
@@ -290,6 +290,15 @@ def test_a_damaged_last_line_is_named_and_no_row_is_glued_to_it(rows):
 def test_a_bad_row_is_named(rows, change: Callable[[str], str], reason: str):
     with pytest.raises(BadRow, match=reason):
         from_line(change(as_line(rows[0])))
+
+
+def test_a_row_with_other_fields_is_named(rows):
+    content = json.loads(as_line(rows[0]))
+    for changed in ({**content, "later": 1}, {**content, "digest": None}):
+        del changed["check"]
+        changed["check"] = ledger_row._checksum(changed)
+        with pytest.raises(BadRow, match=r"other fields|no digest"):
+            from_line(json.dumps(changed))
 
 
 def test_rows_of_two_ledgers(rows):

@@ -359,6 +359,22 @@ def test_a_loss_that_couples_examples_is_computed_as_it_is(loss):
     assert_equal(loss, LABELS, steps=4, size=7, accumulate=2)
 
 
+def capped(outputs, y):
+    assert len(y) <= 64
+    return F.cross_entropy(outputs, y)
+
+
+def test_a_loss_that_takes_no_large_set_stays_a_mean():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(110, D)), rng.integers(0, C, 110)
+    keys = config(capped, y) | {
+        "data": (x[:30], y[:30], x[30:], y[30:]),
+        "partition": {"clients": 1},
+        "schedule": {"cohort": 1},
+    }
+    assert prepare(named_inputs(keys)).learning_task.reading.is_cross_entropy
+
+
 def hardest_of_many(outputs, y):
     values = F.cross_entropy(outputs, y, reduction="none")
     return values.topk(min(len(y), max(64, len(y) // 2))).values.mean()

@@ -17,6 +17,7 @@ from raysim.config.sections.data import Arrays, OwnData
 from raysim.config.users_function import users_function
 from raysim.data.class_names import in_names_order
 from raysim.data.dataset import Dataset, normalise_by_imagenet
+from raysim.data.own.arrays import PADDING_X
 from raysim.data.own.example_reader import ExampleReader, number_of_labels
 from raysim.data.own.forms import REQUIRED_ARRAYS, USER_KEYS
 from raysim.data.own.npz import read_arrays
@@ -189,7 +190,11 @@ def inputs_like(x: Any, dataset: Dataset) -> np.ndarray:
     reader = ExampleReader("predict")
     array = reader.array(reader.packed(x, "x", None, dataset.inputs)[0], "x")
     of_sequences = dataset.x.ndim == 2 and dataset.x.dtype == np.int64 and not dataset.inputs
-    if of_sequences and (isinstance(array, list) or (array.ndim == 2 and array.dtype.kind in "iu")):
+    # Rows of one length may lack columns, unless the data set's own rows end in padding.
+    is_padded = of_sequences and bool((dataset.x[:, -1:] == PADDING_X).any())
+    if of_sequences and (
+        isinstance(array, list) or (is_padded and array.ndim == 2 and array.dtype.kind in "iu")
+    ):
         # One example of the data set has the length to which all of them were padded.
         halves = {"": ([*array], None), f" of {dataset.name}": (dataset.x[:1], None)}
         array = reader.padded(halves)[""][0]

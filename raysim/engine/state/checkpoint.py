@@ -45,7 +45,7 @@ from raysim.training.messages import Broadcast
 
 logger = logging.getLogger("raysim")
 
-CHECKPOINT_FORMAT = 3
+CHECKPOINT_FORMAT = 4
 """Version of the checkpoint format. Checkpoints in other formats are not read."""
 
 CHECKPOINT_FILES = ("server.safetensors", "clients.safetensors", "clock.safetensors", "run.json")

@@ -8,6 +8,7 @@ because its passes depend on something else than parameters, statistics and exam
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -97,7 +98,12 @@ def check_reading(net: nn.Module, model: Model, settings: str = "") -> None:
             refuse_draws(net, model, batch.x)
             refuse_hidden_state(net, model, batch.x)
         _refuse_foreign_parameters(net, model, batch)
-        _compare(net, model, batch)
+        try:
+            _compare(net, model, batch)
+        except ConfigError:
+            # BatchNorm of a few nearly equal numbers makes any rounding large.
+            if not _agree_in_float64(net, model):
+                raise
         _try_dropout(model, batch)
     if compared is not None:
         compared.add(settings)
@@ -179,6 +185,29 @@ def _compare(net: nn.Module, model: Model, batch: Batch) -> None:
         got = _layers(bound.module[0], batch.x, lambda x: bound.forward(x, "eval", ours))
     if not close(got[0], expected[0]):
         _refuse(model, "in evaluation mode", expected[1], got[1])
+
+
+def _agree_in_float64(net: nn.Module, model: Model) -> bool:
+    """Return whether the passes of both nets agree in float64, if that is not the run's type."""
+    if model.dtype == torch.float64:
+        return False
+    try:
+        exact = Model(
+            copy.deepcopy(net),
+            model.shape,
+            model.classes,
+            torch.float64,
+            model.device,
+            learning_task=model.learning_task,
+            sample=model.sample,
+            name=model.name,
+        )
+        if model.frozen_statistics:
+            exact.freeze_statistics()
+        _compare(net, exact, Batch(*exact.examples(EXAMPLES)))
+    except Exception:  # forward may make tensors of the run's type
+        return False
+    return True
 
 
 def _try_dropout(model: Model, batch: Batch) -> None:

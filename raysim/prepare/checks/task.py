@@ -75,7 +75,7 @@ def confirm_loss(model: Model, dataset: Dataset, clients: Clients | VirtualClien
         clients: the partition of its training examples.
 
     Raises:
-        ConfigError: the loss fails, or couples tokens.
+        ConfigError: the loss couples tokens.
     """
     task, shape = model.learning_task, model.output_shape
     if not isinstance(task, LossTask) or shape is None:
