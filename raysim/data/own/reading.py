@@ -177,6 +177,20 @@ def _normalisation(x: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]
     return None, None
 
 
+def _padded_like(
+    array: np.ndarray | list[np.ndarray], dataset: Dataset, reader: ExampleReader
+) -> np.ndarray | list[np.ndarray]:
+    """Return rows of whole numbers with the padding that a data set's sequences have."""
+    if not isinstance(array, list):
+        # Rows of one length may lack columns, unless the data set's own rows end in padding.
+        is_padded = bool((dataset.x[:, -1:] == PADDING_X).any())
+        if not is_padded or array.ndim != 2 or array.dtype.kind not in "iu":
+            return array
+    # One example of the data set has the length to which all of them were padded.
+    halves = {"": ([*array], None), f" of {dataset.name}": (dataset.x[:1], None)}
+    return reader.padded(halves)[""][0]
+
+
 def inputs_like(x: Any, dataset: Dataset) -> np.ndarray:
     """Return a user's inputs in the form of a data set's examples.
 
@@ -189,15 +203,8 @@ def inputs_like(x: Any, dataset: Dataset) -> np.ndarray:
     """
     reader = ExampleReader("predict")
     array = reader.array(reader.packed(x, "x", None, dataset.inputs)[0], "x")
-    of_sequences = dataset.x.ndim == 2 and dataset.x.dtype == np.int64 and not dataset.inputs
-    # Rows of one length may lack columns, unless the data set's own rows end in padding.
-    is_padded = of_sequences and bool((dataset.x[:, -1:] == PADDING_X).any())
-    if of_sequences and (
-        isinstance(array, list) or (is_padded and array.ndim == 2 and array.dtype.kind in "iu")
-    ):
-        # One example of the data set has the length to which all of them were padded.
-        halves = {"": ([*array], None), f" of {dataset.name}": (dataset.x[:1], None)}
-        array = reader.padded(halves)[""][0]
+    if dataset.x.ndim == 2 and dataset.x.dtype == np.int64 and not dataset.inputs:
+        array = _padded_like(array, dataset, reader)
     if isinstance(array, list):
         raise reader.error("x has rows of different lengths; pad them as those of the data set")
     if not array.ndim or not len(array):
