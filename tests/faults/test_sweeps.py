@@ -22,6 +22,7 @@ from support.mlflow_server import Server
 from support.processes import client_of, steps_of, until
 
 from raysim.system import lock
+from raysim.system.processes import Process, descendants
 
 pytestmark = pytest.mark.ray
 
@@ -59,11 +60,15 @@ def killed_and_resumed(
     until(
         lambda: len(results(folder)) >= count // 3 or not driver.alive(), 400, "no trial finishes"
     )
-    assert driver.alive(), driver.output
+    there = Process.at(driver.pid)
+    assert driver.alive() and there is not None, driver.output
+    started = descendants([there])[1:]
     os.kill(driver.pid, signal.SIGKILL)
     assert driver.wait() == -signal.SIGKILL
     trials = [path.parent for path in folder.glob("runs/killed/trials/*/config.yaml")]
     until(lambda: not any(map(lock.running, trials)), 60, "a trial outlives its driver")
+    # A trial that has ended writes its result after it has released its folder.
+    until(lambda: not any(one.alive for one in started), 60, "a process outlives the driver")
     before = results(folder)
     assert count // 3 <= len(before) < count
     code, output = call(*command, "--json", cwd=folder, seconds=580)
