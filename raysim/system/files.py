@@ -82,7 +82,7 @@ def why_unwritable(folder: Path, error: Exception, fix: str) -> str:
         error: the error of the write.
         fix: what to do about a full disk.
     """
-    if isinstance(error, FileNotFoundError) and not folder.exists():
+    if not folder.exists():
         return f"the folder {folder} no longer exists; run it again"
     why = error.strerror if isinstance(error, OSError) and error.strerror else error
     return f"{why} ({free_space(folder)}); {fix}"

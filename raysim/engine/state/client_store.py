@@ -357,7 +357,7 @@ class ClientStateStore:
             "free some space or raise client_state.memory, and continue from the last checkpoint "
             "with `raysim resume`; a new run can use a larger disk (client_state.dir)"
         )
-        why = why_unwritable(self.dir, error, fix)
+        why = why_unwritable(self.dir.parent, error, fix)  # this one is made at the first write
         return RaysimError(f"{subject} cannot be written to {self.dir}: {why}")
 
 
