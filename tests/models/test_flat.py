@@ -505,6 +505,24 @@ def test_rounding_that_a_deep_net_makes_large_is_no_difference():
     check_reading(net, Model(copy.deepcopy(net), (3, 8, 8), 4))
 
 
+class Sampled(nn.Module):
+    """Draws from normal distributions whose widths a layer gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+    def forward(self, x):
+        width = self.layers(x).mul(5).exp()
+        return torch.distributions.Normal(x, width).rsample() if self.training else x
+
+
+def test_larger_parameters_at_which_a_net_cannot_sample_prove_nothing():
+    torch.manual_seed(0)
+    net = Sampled()
+    check_reading(net, Model(copy.deepcopy(net), (6,), 6))
+
+
 def test_ids_alone_reach_an_embedding_with_a_dimension_of_one():
     ids = Batch(torch.tensor([[3], [8]]), torch.tensor([0, 2]))
     said = r"into \[2, 1, 3\], but .* shape \[2, 3\]; x is \[2, 1\] here, so let forward take x"

@@ -151,7 +151,7 @@ class LossTask(LearningTask):
         """
         return self.loss(outputs, batch) / self.reading.mean_weight
 
-    def confirm(self, outputs: Tensor, y: Tensor) -> None:
+    def confirm(self, outputs: Tensor, y: Tensor, may_fail: bool = False) -> None:
         """Compare the reading of the function with the function itself.
 
         If they differ, the function is called for whole batches from now on.
@@ -159,13 +159,14 @@ class LossTask(LearningTask):
         Args:
             outputs: outputs of a net, or made-up ones, [B, ...].
             y: the targets, [B, ...].
+            may_fail: whether the function may refuse so many examples; a pass with as many says so.
 
         Raises:
             ValueError: they differ, and the function gets tokens.
         """
         pairs = self._pairs(outputs.detach(), y)
-        if value_or_none(self.user_loss, *pairs) is None:
-            return  # it may refuse so many examples; a pass with so many says so
+        if may_fail and value_or_none(self.user_loss, *pairs) is None:
+            return
         if not agrees(self.user_loss, self.reading, *pairs):
             type(self).reading = self._as_batch()
 
