@@ -215,7 +215,7 @@ def _train_one_client(plan: Plan) -> tuple[float, int, int]:
     """
     from raysim.engine.inline_executor import Inline
     from raysim.engine.loop import Engine
-    from raysim.engine.round_clients import failed_clients, make_cohort, make_tasks
+    from raysim.engine.round_clients import failed_in_training, make_cohort, make_tasks
     from raysim.server.round_cohort import RoundCohort
     from raysim.training.messages import cut_blocks
 
@@ -231,12 +231,7 @@ def _train_one_client(plan: Plan) -> tuple[float, int, int]:
             training = inline.training(0)
             training.add({0: broadcast}, cut_blocks([task], 1))
             trained = training.get()
-            failed = failed_clients(
-                trained,
-                f"client {{}} failed in {round_name(0)}",
-                plan.config.faults.on_client_error,
-                "continues without such clients",
-            )
+            failed = failed_in_training(0, trained, plan.config.faults.on_client_error)
             if failed:
                 failures.append(f"client {task.client}: {failed[task.client]}")
                 continue

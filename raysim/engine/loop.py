@@ -30,7 +30,7 @@ from raysim.engine.probes import Probes
 from raysim.engine.records import Records
 from raysim.engine.round_clients import (
     ActiveRound,
-    failed_clients,
+    failed_in_training,
     make_cohort,
     make_tasks,
     require_used_updates,
@@ -352,12 +352,8 @@ class Engine(Generic[ModelHandle]):
             ProbeError: a probe failed.
         """
         round = round_name(active.cohort.t)
-        failed = failed_clients(
-            results,
-            f"client {{}} failed in {round}",
-            self.config.faults.on_client_error,
-            "continues without such clients",
-        )
+        on_error = self.config.faults.on_client_error
+        failed = failed_in_training(active.cohort.t, results, on_error)
         for client, why in failed.items():
             self.first_failure = self.first_failure or f"client {client} in {round}: {why}"
         if not active.tasks:

@@ -16,7 +16,7 @@ from raysim.engine.executor import ModelHandle, Record, RoundHandle, RoundResult
 from raysim.engine.plan import Plan
 from raysim.engine.round_metrics import UPDATES_NOT_USED
 from raysim.engine.state.client_store import ClientStateStore
-from raysim.errors import ClientError, RaysimError
+from raysim.errors import ClientError, RaysimError, round_name
 from raysim.rules.contract import ServerRule
 from raysim.rules.errors.user_code import breach
 from raysim.rules.reports import WEIGHT_TOLERANCE
@@ -201,6 +201,18 @@ def failed_clients(
             failed[result.client] = result.error.strip().splitlines()[0]
             logger.warning("%s: %s %s", what, failed[result.client], advice)
     return failed
+
+
+def failed_in_training(t: int, results: RoundResults, on_error: str) -> dict[int, str]:
+    """Return the clients whose training failed in round t; see `failed_clients`.
+
+    Args:
+        t: number of the round, from 0.
+        results: the results of the round.
+        on_error: `faults.on_client_error`.
+    """
+    failure = f"client {{}} failed in {round_name(t)}"
+    return failed_clients(results, failure, on_error, "continues without such clients")
 
 
 def require_used_updates(history: Sequence[Record], on_empty_run: str, first_failure: str) -> None:

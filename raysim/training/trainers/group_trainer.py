@@ -38,7 +38,7 @@ class GroupTrainer:
         watched = [] if changes_frozen else self.trainers
         self.watches = [HiddenChanges(trainer.task.trained, trainer.rule) for trainer in watched]
         self.serves_this_process = False
-        """Whether the engine runs in this process. If not, results hold CPU tensors only."""
+        """True if the engine runs in this process; only then may results hold tensors on a GPU."""
         self._states_stay: bool | None = None
         self.evaluate_block: dict[str, EvaluateBlock] = {}
         """Evaluate the clients of a block, by the examples on which they are evaluated."""

@@ -57,7 +57,7 @@ class PooledTrainer(LoopTrainer):
     """Trains the clients of a block as one gradient, or one after the other if that fails."""
 
     has_warned = False
-    """Whether the warning that pooling failed has been logged; later ones are debug messages."""
+    """True after the first failure of pooling, which is a warning; later ones are debug lines."""
 
     def add_block(
         self, broadcasts: Mapping[int, Broadcast], block: Block, total: UploadSum
