@@ -71,7 +71,7 @@ def find_factory(name: str) -> Callable:
         net = factory
         _refuse_without_init(net)
         _refuse_odd_nets(net)
-        return lambda: _copied(net)
+        return lambda: copied(net)
     if not callable(factory) or not _has_signature(factory):
         raise ConfigError(
             f"model.name: '{name}' is neither a torch.nn.Module nor a function that returns one"
@@ -79,7 +79,15 @@ def find_factory(name: str) -> Callable:
     return factory
 
 
-def _copied(net: nn.Module) -> nn.Module:
+def copied(net: nn.Module) -> nn.Module:
+    """Return a copy of a net.
+
+    Args:
+        net: the net.
+
+    Raises:
+        ConfigError: an attribute of the net cannot be copied.
+    """
     try:
         return copy.deepcopy(net)
     except Exception as error:  # of any attribute's own
@@ -477,7 +485,7 @@ def _refuse_odd_layers(net: nn.Module) -> None:
 
 
 def _refuse_odd_tensors(net: nn.Module) -> None:
-    """Refuse tensors without a shape or values, of complex numbers, or with hooks."""
+    """Refuse tensors without a shape or values, sparse, of complex numbers, or with hooks."""
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
         layer = name.rpartition(".")[0]
         if nn.parameter.is_lazy(tensor):
@@ -490,6 +498,11 @@ def _refuse_odd_tensors(net: nn.Module) -> None:
             raise ConfigError(
                 f"model: '{name}' has no values, since it is on the device meta; make the net on "
                 "the CPU"
+            )
+        if tensor.layout is not torch.strided:
+            raise ConfigError(
+                f"model: '{name}' is sparse, and parameters and buffers of a net are copied as "
+                "dense ones here; keep its indices and values, and make it in forward"
             )
         if tensor.is_complex():
             raise ConfigError(

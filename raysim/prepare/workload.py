@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -132,7 +131,7 @@ def build_problem(config: Config, rules: Rules, load: Callable[[AnyData], Datase
     net = build.make_net(config, dataset.shape, outputs, dataset.inputs)
     dtype = getattr(torch, config.dtype)
     model = Model(
-        copy.deepcopy(net),
+        build.copied(net),
         dataset.shape,
         outputs,
         dtype,

@@ -362,7 +362,22 @@ def changed(change, index: int, *layers: nn.Module) -> nn.Module:
     return net
 
 
+class Neighbours(nn.Module):
+    def __init__(self, matrix, is_buffer):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = nn.Linear(6, 3)
+        if is_buffer:
+            self.register_buffer("neighbours", matrix)
+        else:
+            self.neighbours = matrix
+
+    def forward(self, x):
+        return self.head((self.neighbours @ x.T).T)
+
+
 NETS = {
+    "sparse attribute": lambda: Neighbours(torch.eye(6).double().to_sparse(), False),
     "norm with activation": lambda: sequence(NormAndActivation(8)),
     "norm with a momentum of its own": lambda: sequence(OwnMomentum(8)),
     "norm of PyTorch before one of the user's": lambda: sequence(
@@ -1068,6 +1083,10 @@ REFUSED = {
     "traced": (traced, "compiled to TorchScript"),
     "cannot be copied": (Locked, "Locked cannot be copied, .*lock' object; leave out what holds"),
     "complex": (Complex, "'w' is complex"),
+    "sparse buffer": (
+        lambda: Neighbours(torch.eye(6).to_sparse(), True),
+        "'neighbours' is sparse, and parameters and buffers",
+    ),
     "observes in evaluation": (lambda: sequence(Observes()), "buffer '1.top' in evaluation mode"),
     "statistics that are not saved": (lambda: sequence(Unsaved()), "'means' in training, which is"),
     "tied by data": (tied_by_data, "'0.weight' and '1.weight' share their memory"),

@@ -169,6 +169,8 @@ class Description:
         """Return the digest of an array or a tensor."""
         if str(getattr(array, "dtype", "")) == "object":  # whose bytes are addresses
             return self.contents(b"array", [array.shape, array.tolist()])
+        if str(getattr(array, "layout", "torch.strided")) != "torch.strided":  # sparse
+            array = array.to_dense()
         self.nbytes += getattr(array, "nbytes", 0)
         return _of_array(array).encode()
 
