@@ -22,11 +22,10 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():
-                # Moves all objects to the oldest generation. Otherwise the next searches of the
-                # younger ones would go through them: a quarter of the time of the import.
-                gc.freeze()
-                gc.unfreeze()
+            # Moves all objects to the oldest generation. Otherwise the next searches of the
+            # younger ones would go through them: a quarter of the time of the import.
+            gc.freeze()
+            gc.unfreeze()
             gc.enable()
 
 

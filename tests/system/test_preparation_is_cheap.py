@@ -33,17 +33,6 @@ def test_what_was_imported_is_not_searched_soon() -> None:
     assert not young & {id(thing) for thing in imported}
 
 
-def test_objects_that_a_user_has_frozen_stay_frozen() -> None:
-    gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        with uncollected():
-            pass
-        assert gc.get_freeze_count() > frozen / 2  # another thread may free some of them
-    finally:
-        gc.unfreeze()
-
-
 def test_a_net_is_checked_with_the_threads_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that wait for work compute in vain."""
     seen = []
