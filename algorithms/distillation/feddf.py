@@ -4,9 +4,7 @@ Ensemble distillation: the server averages the clients' models, and then trains 
 the mean of their logits on unlabelled public examples. On nets with BatchNorm all of them run with
 the server's statistics of before the round.
 
-trusted.yaml is in docs/how-to/public_data.md.
-
-Run: raysim run trusted.yaml algorithm=feddf
+Run: raysim run quickstart algorithm=feddf partition.public_fraction=0.1
 """
 
 from dataclasses import dataclass, replace

@@ -6,9 +6,8 @@ and then on its own examples ("revisit"). Models are personal as a whole. The pa
 differ; all clients of a run have the same one. The paper's clients train on labelled public data
 and then on their own before the first round; here they start from the same initial model.
 
-trusted.yaml is in docs/how-to/public_data.md.
-
-Run: raysim run trusted.yaml algorithm=fedmd partition.test.fraction=0.2 evaluate.clients.every=5
+Run: raysim run quickstart algorithm=fedmd partition.public_fraction=0.1 partition.test.fraction=0.2
+evaluate.every=0 evaluate.clients.every=5
 """
 
 from dataclasses import dataclass, replace

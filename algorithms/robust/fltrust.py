@@ -3,9 +3,7 @@
 The server trains on root data that it trusts, the public data of the data set. An update counts by
 its cosine with the server's own update, if that is positive, and is scaled to that update's norm.
 
-trusted.yaml is in docs/how-to/public_data.md.
-
-Run: raysim run trusted.yaml algorithm=fltrust
+Run: raysim run quickstart algorithm=fltrust partition.public_fraction=0.1
 """
 
 from dataclasses import dataclass

@@ -164,6 +164,8 @@ def _dry_run(plan: Plan, console: Terminal) -> None:
         )
     if held_out := len(plan.clients.validation):
         facts["validation"] = f"{held_out} samples that no client has"
+    if plan.dataset.public_x is not None:
+        facts["public data"] = f"{len(plan.dataset.public_x)} samples"
     facts["round"] = (
         f"{counted(c.schedule.size, 'client')} in {counted(blocks, 'block')} ({plan.mode})"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -119,6 +119,24 @@ class Dataset:
         if self.inputs:
             whole.update(repr(self.inputs).encode())
         return whole.hexdigest()
+
+    def with_public(self, positions: np.ndarray) -> Dataset:
+        """Return the data set with training examples as its public data.
+
+        Args:
+            positions: those of the examples, int64 [m]; [0] returns the data set as it is.
+
+        Raises:
+            ConfigError: it has public data of its own.
+        """
+        if not len(positions):
+            return self
+        if self.public_x is not None:
+            raise ConfigError(
+                f"partition.public_fraction: {self.name} has public data of its own; leave it out"
+            )
+        positions = np.sort(positions)
+        return replace(self, public_x=self.x[positions], public_y=self.y[positions])
 
     def check_labels(self, key: str, reader: str) -> None:
         """Check that all targets are labels of classes.

@@ -75,6 +75,7 @@ def log_notes(raw: Mapping[str, Any], plan: Plan) -> None:
     """
     rule_checks.note_uniform_weights(raw, plan)
     rule_checks.note_attackers(raw, plan)
+    rule_checks.note_models_of_clients(plan)
     with gradients():  # it makes the net
         rule_checks.note_averaged_statistics(plan)
     note_pixels(raw, plan.config, plan.dataset)

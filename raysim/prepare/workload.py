@@ -124,6 +124,7 @@ def build_problem(config: Config, rules: Rules, load: Callable[[AnyData], Datase
     outputs = task_checks.check_data(config, task, dataset)
     metrics = configured_task.make_metrics(config, task, outputs)
     split = split_dataset(config.partition, dataset, config.seed, config.held_out)
+    dataset = dataset.with_public(split.public)
     clients = without_clients_without_batch(config, split)
     _check_schedule(config, clients)
     client_checks.warn_of_empty_clients(config, split, clients)

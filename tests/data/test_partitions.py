@@ -411,14 +411,18 @@ def test_partitions_by_class_depend_on_the_classes_that_have_examples(keys, numb
 @pytest.mark.parametrize(
     "keys", [*EVERY[:-1], {"name": "dirichlet", "clients": 5, "alpha": 9.0}], ids=str
 )
-def test_held_out_examples_are_taken_from_the_same_clients(keys, digits):
+@pytest.mark.parametrize(
+    ("fraction", "part"), [("val_fraction", "validation"), ("public_fraction", "public")]
+)
+def test_held_out_examples_are_taken_from_the_same_clients(fraction, part, keys, digits):
     """Nobody else's examples move: clients and validation set together are the partition without
     one."""
     whole = split_dataset(partition(**keys), digits, 2)
-    clients = split_dataset(partition(**keys, val_fraction=0.25), digits, 2)
-    held_out = set(clients.validation.tolist())
-    assert clients.validation.dtype == clients.offsets.dtype == np.int64
-    assert len(held_out) == len(clients.validation) == len(whole.indices) - len(clients.indices)
+    clients = split_dataset(partition(**keys, **{fraction: 0.25}), digits, 2)
+    moved = getattr(clients, part)
+    held_out = set(moved.tolist())
+    assert moved.dtype == clients.offsets.dtype == np.int64
+    assert len(held_out) == len(moved) == len(whole.indices) - len(clients.indices)
     for i in range(len(whole)):
         assert clients.client(i).tolist() == [
             k for k in whole.client(i).tolist() if k not in held_out
@@ -428,10 +432,21 @@ def test_held_out_examples_are_taken_from_the_same_clients(keys, digits):
     assert abs(len(held_out) - n / 4) < 4 * (n * 3 / 16) ** 0.5, "each with probability 1/4"
 
 
+def test_public_data_and_validation_set_share_no_example(digits):
+    keys = {"name": "iid", "clients": 9, "val_fraction": 0.3}
+    validated = split_dataset(partition(**keys), digits, 0)
+    clients = split_dataset(partition(**keys, public_fraction=0.3), digits, 0)
+    assert np.array_equal(clients.validation, validated.validation)
+    parts = [clients.validation, clients.public, clients.indices]
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(digits.y)))
+    assert np.array_equal(clients.kept_out, np.sort(np.concatenate(parts[:2])))
+    assert partition_digest(clients) != partition_digest(validated)
+
+
 def test_without_a_fraction_nothing_changes(digits):
     plain, none = (
         split_dataset(partition(name="iid", clients=9, **k), digits, 0)
-        for k in ({}, {"val_fraction": 0})
+        for k in ({}, {"val_fraction": 0, "public_fraction": 0})
     )
     assert (
         partition_digest(plain)
@@ -489,15 +504,18 @@ def test_a_client_may_be_left_with_nothing(tmp_path):
             split_dataset(given, toy, 1)
 
 
-def test_fractions_that_cannot_be():
+@pytest.mark.parametrize("key", ["val_fraction", "public_fraction"])
+def test_fractions_that_cannot_be(key):
     with pytest.raises(
-        ConfigError, match=r"^partition\.val_fraction: virtual clients share their examples"
+        ConfigError, match=rf"^partition\.{key}: virtual clients share their examples"
     ):
-        partition(name="virtual", clients=3, val_fraction=0.1)
+        partition(name="virtual", clients=3, **{key: 0.1})
+    with pytest.raises(ConfigError, match="clients share cannot be held out"):
+        partition(name="p.py:few", clients=3, overlap=True, **{key: 0.1})
     for wrong in (1, -0.1):
-        with pytest.raises(ConfigError, match=r"^partition\.val_fraction: "):
-            partition(name="iid", val_fraction=wrong)
-    assert partition(name="virtual", clients=3, val_fraction=0).val_fraction == 0
+        with pytest.raises(ConfigError, match=rf"^partition\.{key}: "):
+            partition(name="iid", **{key: wrong})
+    assert getattr(partition(name="virtual", clients=3, **{key: 0}), key) == 0
 
 
 # From a file

@@ -19,11 +19,6 @@ from raysim.tracking.recorder import Untracked
 
 BULYANS_COHORT = 7
 """Fewest clients of a round with one attacker that Bulyan takes."""
-TRUSTED = """
-extends: quickstart
-data: ./tiny.py:load
-"""
-"""A configuration with public data."""
 EXAMPLES = [pytest.param(example, id=example.path.stem) for example in gallery.examples()]
 
 
@@ -46,7 +41,6 @@ def test_an_example_is_short(example):
 def test_the_command_of_an_example_trains(example, here: Path, engine: Callable):
     """`prepare` includes the dry run, which compares loop and lanes on two ragged clients."""
     (here / "tiny.py").write_text(DATA)
-    (here / "trusted.yaml").write_text(TRUSTED)
     cohort = BULYANS_COHORT if example.family == "robust" else 4
     config = small_config(example.command, "./tiny.py:load", cohort)
     done, records = engine(config)
@@ -62,7 +56,6 @@ def test_an_example_resumes_with_the_same_bits_in_asynchronous_rounds(example, h
     if example.family == "selection":
         pytest.skip("selecting rules are for synchronous rounds")
     (here / "tiny.py").write_text(DATA)
-    (here / "trusted.yaml").write_text(TRUSTED)
     k = BULYANS_COHORT if example.family == "robust" else 2
     config = small_config(example.command, "./tiny.py:load", k + 2)
     speeds = {"name": "lognormal"}

@@ -195,6 +195,27 @@ def test_a_client_rule_distils_on_public_data_in_its_steps(mode, config, shown, 
         assert np.allclose(run.executor.xs[t + 1], x, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("algorithm", ["fltrust", "feddf", "fedmd"])
+def test_examples_of_the_training_half_can_be_the_public_data(algorithm, base, tmp_path):
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(90, 5)), rng.integers(0, 3, 90)
+    half = {"train": (x, y), "test": (x[:20], y[:20])}
+    local = {"steps": 2, "batch_size": 4, "lr": 0.1}
+    keys = {**base, "algorithm": algorithm, "rounds": 2, "model": "logistic", "local": local}
+    keys |= {"schedule": {"cohort": 3}, "dtype": "float64"}
+
+    def run(folder, data, partition):
+        sections = {**keys, "run_dir": str(tmp_path / folder), "data": data}
+        return raysim.run({**sections, "partition": partition}, tracking=False)
+
+    moved = run("moved", half, {"name": "iid", "clients": 3, "public_fraction": 0.3})
+    lists = moved.partition
+    public = np.setdiff1d(np.arange(90), np.concatenate(lists))
+    assert 9 < len(public) < 50
+    own = run("own", {**half, "public": (x[public], y[public])}, [k.tolist() for k in lists])
+    assert own.digest == moved.digest
+
+
 @pytest.mark.parametrize(
     ("without", "sections", "message"),
     [

@@ -29,7 +29,7 @@ gallery = _extension()
 
 CLIENTS = 6
 DATA = program("examples_data")
-"""Images of the shape of the digits, in four classes, and public ones."""
+"""Images of the shape of the digits, in four classes."""
 
 
 def small_config(command: str, data: str, cohort: int = 4) -> dict[str, Any]:

@@ -249,6 +249,7 @@ class LocalValidation(Section):
 
 
 PartitionSeed = Annotated[int | None, Field(ge=0, lt=2**63), Identity.UNLESS_DEFAULT]
+PublicFraction = Annotated[float, Field(ge=0, lt=1), Identity.UNLESS_DEFAULT]
 TestOfClients = Annotated[LocalTestOrWord | None, Identity.UNLESS_DEFAULT]
 ValidationOfClients = Annotated[LocalValidation | None, Identity.UNLESS_DEFAULT]
 
@@ -262,6 +263,9 @@ class Split(Section):
     val_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Probability with which each example moves to the validation set, which no client has. The
     evaluator reports on it (Xu 2022). A client may be left without examples."""
+    public_fraction: PublicFraction = 0.0
+    """Probability with which each other example moves to the public data, which no client has and
+    rules such as `feddf` and `fltrust` need. A client may be left without examples."""
     test: TestOfClients = None
     """Test examples of each client, for `evaluate.clients`; null: none."""
     val: ValidationOfClients = None
@@ -363,6 +367,8 @@ class OwnPartition(Named):
     """Seed of the generator that the function gets and of what is held out; null: the run's."""
     val_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Probability with which each example moves to the validation set, which no client has."""
+    public_fraction: PublicFraction = 0.0
+    """Probability with which each other example moves to the public data, which no client has."""
     test: TestOfClients = None
     """Test examples of each client, for `evaluate.clients`; null: none."""
     val: ValidationOfClients = None
@@ -372,10 +378,11 @@ class OwnPartition(Named):
 
     @model_validator(mode="after")
     def _nothing_shared_is_held_out(self) -> OwnPartition:
-        if self.overlap and (self.val_fraction or self.val or (self.test and self.test.fraction)):
+        of_clients = self.val or (self.test and self.test.fraction)
+        if self.overlap and (self.val_fraction or self.public_fraction or of_clients):
             raise ValueError(
-                "examples that clients share cannot be held out; set val_fraction to 0, and no "
-                "test.fraction and val"
+                "examples that clients share cannot be held out; set val_fraction and "
+                "public_fraction to 0, and no test.fraction and val"
             )
         return self
 
@@ -400,12 +407,14 @@ class Virtual(Split):
     samples: int = Field(default=20, ge=1)
     """Examples of each client."""
 
-    @field_validator("val_fraction", "test", "val", "phases")
+    @field_validator("val_fraction", "public_fraction", "test", "val", "phases")
     @classmethod
     def _nothing_of_their_own(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse what needs examples of a client's own; the default, 0 or null, passes."""
+        held_out = "share their examples, so none can be held out; set it to 0"
         reasons = {
-            "val_fraction": "share their examples, so none can be held out; set it to 0",
+            "val_fraction": held_out,
+            "public_fraction": held_out,
             "phases": "store no examples that could change; leave it out, or use another partition",
         }
         shared = (

@@ -168,6 +168,9 @@ class Clients(ExampleLists):
     validation: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Positions in the training half that are held out for validation, int64 [M]."""
 
+    public: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """Positions in the training half that are public data, int64 [M]."""
+
     test: ExampleLists | None = None
     """Test examples of each client; None if clients have none."""
 
@@ -186,7 +189,7 @@ class Clients(ExampleLists):
     @property
     def kept_out(self) -> np.ndarray:
         """Positions in the training half with which no client may train, ascending, int64."""
-        parts = [self.validation]
+        parts = [self.validation, self.public]
         for lists in (self.test if self.test_half == "train" else None, self.val, self.reserved):
             if lists is not None:
                 parts.append(lists.indices)
@@ -254,6 +257,9 @@ class VirtualClients:
     validation: ClassVar = np.empty(0, dtype=np.int64)
     """No validation examples, int64 [0]."""
 
+    public: ClassVar = np.empty(0, dtype=np.int64)
+    """No public data, int64 [0]."""
+
     phases: ClassVar[tuple[()]] = ()
     """The examples do not change over the rounds."""
 
@@ -314,8 +320,10 @@ def partition_digest(clients: Clients | VirtualClients) -> str:
         return hashlib.sha256(repr(clients).encode()).hexdigest()
     whole = hashlib.sha256(np.ascontiguousarray(clients.offsets).tobytes())
     whole.update(np.ascontiguousarray(clients.indices).tobytes())
-    if len(clients.validation):
-        whole.update(b"validation" + np.ascontiguousarray(clients.validation).tobytes())
+    for name in ("validation", "public"):
+        positions: np.ndarray = getattr(clients, name)
+        if len(positions):
+            whole.update(name.encode() + np.ascontiguousarray(positions).tobytes())
     for name in ("test", "reserved", "val"):
         lists: ExampleLists | None = getattr(clients, name)
         if lists is not None:

@@ -1,8 +1,9 @@
-"""Data kept out of training: validation examples, clients' test examples, whole clients."""
+"""Data kept out of training: validation and public examples, clients' tests, whole clients."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -14,11 +15,14 @@ from raysim.errors import ConfigError
 from raysim.randomness import generator
 
 
-def hold_out_validation(clients: Clients, fraction: float, rng: np.random.Generator) -> Clients:
-    """Move examples of clients to the validation set, each with probability `fraction`.
+def hold_out(
+    clients: Clients, part: Literal["val", "public"], fraction: float, rng: np.random.Generator
+) -> Clients:
+    """Move examples of clients to the validation set or the public data.
 
     Args:
         clients: the partition.
+        part: where they move.
         fraction: probability that an example moves; 0 returns the partition as it is.
         rng: generator of the draws.
 
@@ -27,15 +31,16 @@ def hold_out_validation(clients: Clients, fraction: float, rng: np.random.Genera
     """
     if not fraction:
         return clients
-    held_out = rng.random(len(clients.indices)) < fraction
-    if held_out.all() or not held_out.any():
-        outcome, fix = ("all", "lower") if held_out.all() else ("none", "raise")
+    chosen = rng.random(len(clients.indices)) < fraction
+    if chosen.all() or not chosen.any():
+        outcome, fix = ("all", "lower") if chosen.all() else ("none", "raise")
         raise ConfigError(
-            f"partition.val_fraction: {fraction:g} takes {outcome} of the clients' "
-            f"{len(held_out)} examples; {fix} it"
+            f"partition.{part}_fraction: {fraction:g} takes {outcome} of the clients' "
+            f"{len(chosen)} examples; {fix} it"
         )
-    kept, validation = clients.separated(held_out)
-    return Clients(kept.indices, kept.offsets, validation.indices)
+    lists, moved = clients.separated(chosen)
+    name = "validation" if part == "val" else "public"
+    return clients.with_lists(lists, **{name: moved.indices})
 
 
 def held_out_clients(n_clients: int, share: float, seed: int) -> np.ndarray:

@@ -36,8 +36,8 @@ from raysim.data.partition.kept_out import (
     add_tests,
     add_validation,
     held_out_clients,
+    hold_out,
     hold_out_clients,
-    hold_out_validation,
 )
 from raysim.data.partition.phases import Drawn, add_phases
 from raysim.errors import ConfigError
@@ -84,7 +84,9 @@ def split_dataset(
     if isinstance(partition, Natural) and partition.clients is None:
         draw = None  # one client for each user is no draw
     rng = generator(own_seed, "validation")
-    clients = hold_out_validation(clients, partition.val_fraction, rng)
+    clients = hold_out(clients, "val", partition.val_fraction, rng)
+    rng = generator(own_seed, "public data")
+    clients = hold_out(clients, "public", partition.public_fraction, rng)
     if partition.test is not None:
         rng = generator(own_seed, "local test")
         clients = add_tests(clients, partition.test, dataset, users, rng)

@@ -81,7 +81,7 @@ def warn_of_empty_clients(
     logger.warning(
         "%d of %d clients have no training examples; they never train, and methods count N = %d "
         "clients (fewer partition.clients, a larger partition.min_samples or partition.alpha or a "
-        "smaller partition.val_fraction may avoid it)",
+        "smaller partition.val_fraction or public_fraction may avoid it)",
         empty,
         clients.n_training,
         clients.n_nonempty,

@@ -28,6 +28,7 @@ from raysim.rules.rule import SHIPPED_PACKAGE, Problem, family, place_of_metric
 from raysim.rules.uploads import declared, with_mode
 from raysim.system import startup_stages
 from raysim.system.signals import failing_as
+from raysim.training.client_evaluator import uses_own_models
 from raysim.training.groups import ClientGroup
 from raysim.training.personal import PersonalParts, personal_batch_norms
 from raysim.training.tasks.local_step import LocalSettings
@@ -280,6 +281,24 @@ def note_uniform_weights(raw: Mapping[str, Any], plan: Plan) -> None:
 def _section_of_server(raw: Mapping[str, Any]) -> str:
     """Return the section of a configuration that has the server rule's hyper-parameters."""
     return "server" if raw.get("server") is not None else "algorithm"
+
+
+def note_models_of_clients(plan: Plan) -> None:
+    """Log that clients have models of their own, if only the global model is evaluated.
+
+    Args:
+        plan: the plan of the run.
+    """
+    config, server = plan.config, plan.server
+    if not config.evaluate.every or config.evaluate.clients is not None:
+        return
+    rules = [group.rule for group in plan.all_groups if not group.rule.attacks]
+    if any(uses_own_models(config, rule, server) for rule in rules):
+        startup_stages.notes.info(
+            "clients have models of their own, and only the global model is evaluated, which some "
+            "methods never train; evaluate.clients.every=10 and partition.test.fraction=0.2 "
+            "measure those of the clients, evaluate.every=0 leaves the global one out"
+        )
 
 
 def note_attackers(raw: Mapping[str, Any], plan: Plan) -> None:

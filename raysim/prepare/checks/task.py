@@ -176,8 +176,9 @@ def check_public_data(dataset: Dataset, *rules: ClientRule | ServerRule) -> None
             continue
         if dataset.public_x is None or not len(dataset.public_x):
             raise ConfigError(
-                f"data.name: {rule_name} needs public data, and '{dataset.name}' has none; give "
-                "`public` in the data function, or public_x in the file of arrays"
+                f"data.name: {rule_name} needs public data, and '{dataset.name}' has none; move "
+                "training examples there (partition.public_fraction=0.1), or give `public` in the "
+                "data function, or public_x in the file of arrays"
             )
         if rule.needs_public_data == "labels" and dataset.public_y is None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""A run whose clients differ in size says once that they count equally, unless that was chosen."""
+"""Notes before a run: clients of different sizes count equally, clients have models of their own."""
 
 from __future__ import annotations
 
@@ -87,6 +87,17 @@ def unequal(base, ragged):
 
 def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("algorithm", ["ditto", "ifca", "fedamp", "local_only", "apfl"])
+def test_methods_with_models_of_clients_say_that_these_are_not_evaluated(algorithm, notes):
+    sections = {"algorithm": algorithm, "sizes": (4, 4, 4)}
+    (message,) = notes(**sections, evaluate={"every": 1})
+    assert message.startswith("clients have models of their own, and only the global model is")
+    assert not notes(**sections)
+    clients = {"partition": {"name": "iid", "clients": 3, "test": {"fraction": 0.2}}}
+    assert not notes(**sections, **clients, evaluate={"clients": {"every": 1}})
+    assert not notes(sizes=(4, 4, 4), algorithm="fedprox", evaluate={"every": 1})
 
 
 def test_a_call_from_python_shows_it_without_logging_that_is_set_up(unequal, here, caplog):
