@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,8 +55,10 @@ def run(
             from raysim.prepare.checks.machine import check_address
             from raysim.prepare.resolve import prepare
 
-        shown = nullcontext() if print_config or dry_run else notes_shown(console)
-        with shown, nullcontext() if print_config else preparing(console, config):
+        with ExitStack() as shown:
+            if not print_config:
+                shown.enter_context(notes_shown(console))
+                shown.enter_context(preparing(console, config))
             plan = prepare(config, overrides)
         check_address(plan.config)
     except ConfigError as error:

@@ -73,6 +73,22 @@ NETS = {
 }
 
 
+class Dropped(nn.Module):
+    """Dropout as a function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, self.training)
+
+
+@pytest.mark.parametrize(("place", "takes"), [(2, False), (6, True)])
+def test_numbers_that_are_drawn_in_the_order_of_memory_are_those_of_pytorch(place, takes):
+    layers = [*net()[:4], nn.Flatten(), nn.Linear(144, 8), nn.Linear(8, 2)]
+    model = nn.Sequential(*layers[:place], Dropped(), *layers[place:])
+    read = Model(copy.deepcopy(model), SHAPE, 2)
+    assert read.channels_last == takes
+    check_reading(model, read)
+
+
 @pytest.mark.parametrize("case", NETS)
 def test_the_format_is_taken_where_it_changes_nothing(case, run_of):
     make, takes = NETS[case]
