@@ -63,11 +63,19 @@ def close(a: Tensor, b: Tensor, tolerance: float | None = None, magnitude: float
         return False
     if tolerance is None:
         tolerance = 1e-7 if b.dtype is torch.float64 else 5e-3
-    scale = float(b.abs().max()) if b.numel() else 0.0
+    scale = _largest(b)
     if not np.isfinite(scale):
         return torch.equal(torch.isfinite(a), torch.isfinite(b))
-    scale = max(scale, CANCELLED * magnitude)
-    return torch.allclose(a, b, 0.0, tolerance * scale + 1e-12, equal_nan=True)
+    return _largest(a - b) <= tolerance * max(scale, CANCELLED * magnitude) + 1e-12
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest magnitude in a tensor, without a copy of it; nan if it has one."""
+    if not tensor.numel():
+        return 0.0
+    if not tensor.is_floating_point():
+        return float(tensor.abs().max())
+    return float(torch.linalg.vector_norm(tensor, torch.inf))
 
 
 def magnitude(tensors: Iterable[Tensor | None]) -> float:
@@ -78,8 +86,11 @@ def magnitude(tensors: Iterable[Tensor | None]) -> float:
     """
     largest = 0.0
     for tensor in tensors:
-        if tensor is not None and tensor.numel():
-            largest = max(largest, float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max()))
+        if tensor is not None:
+            of_tensor = _largest(tensor)
+            if not np.isfinite(of_tensor):
+                of_tensor = _largest(tensor.nan_to_num(0.0, 0.0, 0.0))
+            largest = max(largest, of_tensor)
     return largest
 
 

@@ -154,7 +154,8 @@ def _compare(net: nn.Module, model: Model, batch: Batch) -> None:
     theirs, ours = buffers.clone(), buffers.clone()
     statistics = BoundStatistics(original, model.statistics)
     statistics.bind(theirs)
-    noise = generator(0, "dry run").standard_normal(model.size, dtype="float32")
+    numbers = generator(0, "dry run").standard_normal(model.size, dtype="float32")
+    noise = torch.from_numpy(numbers).to(w) * (0.1 / model.size**0.5)
 
     def train(x: Tensor) -> Tensor:
         return bound.forward(model.as_trained(x), "train", ours)
@@ -173,10 +174,9 @@ def _compare(net: nn.Module, model: Model, batch: Batch) -> None:
         for parameter, part in zip(trained, expected.gradients, strict=True):
             parts.append((torch.zeros_like(parameter) if part is None else part).reshape(-1))
         gradient = torch.cat(parts)
-        scale = STEP_SHARE * w.norm()
-        w = w - scale * gradient / gradient.norm().clamp(min=1e-30)
-        # Parameters that begin at zero, or have no gradient, move too.
-        w = w + 0.1 * scale / model.size**0.5 * torch.from_numpy(noise).to(w)
+        scale = float(STEP_SHARE * w.norm())
+        w.sub_(gradient, alpha=scale / max(float(gradient.norm()), 1e-30))
+        w.add_(noise, alpha=scale)  # for parameters that begin at zero, or have no gradient
     bound.w.copy_(w)
     vector_to_parameters(w.clone(), trained)
     original.eval()
