@@ -22,7 +22,6 @@ from raysim.distributed.waiting import first_line, translated
 from raysim.engine.failure_policy import ActorDied
 from raysim.engine.plan import Plan
 from raysim.rules.uploads import sums
-from raysim.server.first_broadcast import shapes_of_first_broadcast
 from raysim.training.messages import Block, ClientTask
 
 MAX_SHARED_BUFFER_BYTES = 64 * 2**20
@@ -64,8 +63,7 @@ class LocalTransport:
         up = (limbs * len(sums(plan.server.uploads)) * P + 2 * limbs * Q) * 8
         rows = len(plan.sent_per_client) * plan.config.schedule.size * (P + Q) * 8
         sizes = {f"client {i}": up + rows for i in range(plan.config.resources.actors)}
-        first = shapes_of_first_broadcast(plan.server, *plan.initial, plan.problem)
-        sizes["server"] = first.nbytes
+        sizes["server"] = plan.first_broadcast.nbytes
         try:
             self.buffers = {
                 # With room for the alignment of the arrays.

@@ -260,14 +260,18 @@ class Plan:
         return model.initial(), personal, model.needs_two_examples
 
     @cached_property
+    def first_broadcast(self) -> Broadcast:
+        """The broadcast of round 0 on the device "meta": its shapes and types without memory."""
+        return shapes_of_first_broadcast(self.server, *self.initial, self.problem).to("meta")
+
+    @property
     def bytes_down(self) -> int:
         """Bytes that one client downloads in the first round.
 
         The download holds the tensors of the first broadcast and the BatchNorm statistics. The
         traffic metrics of a run do not use this figure: they are measured in each round.
         """
-        first = shapes_of_first_broadcast(self.server, *self.initial, self.problem)
-        return self.personal.received_bytes(first)
+        return self.personal.received_bytes(self.first_broadcast)
 
 
 @dataclass(frozen=True)

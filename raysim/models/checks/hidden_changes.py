@@ -120,8 +120,10 @@ class HiddenChanges:
         with tensors_on(model.device):
             with torch.no_grad():
                 bound.model = model.with_precision("float32")  # as evaluations compute
-                outputs = [bound.forward(x, "eval", buffers)]
-                bound.model = model
+                try:
+                    outputs = [bound.forward(x, "eval", buffers)]
+                finally:
+                    bound.model = model
             # With gradients, by which a forward may tell training apart.
             with torch.enable_grad():
                 outputs.append(bound.forward(x, "frozen", buffers).detach())

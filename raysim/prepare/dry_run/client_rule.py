@@ -42,7 +42,6 @@ from raysim.rules.methods.registry import is_tried
 from raysim.rules.reports import Reports
 from raysim.rules.uploads import declared
 from raysim.server.collusion import tampered
-from raysim.server.first_broadcast import shapes_of_first_broadcast
 from raysim.system.processes import limited
 from raysim.training.client_evaluator import own_model
 from raysim.training.messages import Block, Broadcast, ClientTask
@@ -85,7 +84,7 @@ def dry_run_rules(plan: Plan, client_key: str, server_key: str) -> None:
     """
     if is_tried(plan.server):
         with only_breaches("the first broadcast is not checked", server_key):
-            shapes_of_first_broadcast(plan.server, *plan.initial, plan.problem)
+            _ = plan.first_broadcast
     _dry_run_client_rule(plan, client_key)
     for group in plan.groups:
         if plan.config.groups[group.name].client is not None:
