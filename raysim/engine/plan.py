@@ -36,6 +36,7 @@ from raysim.server.first_broadcast import shapes_of_first_broadcast
 from raysim.server.round_cohort import RoundCohort
 from raysim.system.torchvision_operators import OperatorsOfDriver
 from raysim.training.batches.batch_order import local_steps
+from raysim.training.client_evaluator import uses_own_models
 from raysim.training.client_start import PreparedClient
 from raysim.training.groups import ClientGroup
 from raysim.training.messages import Broadcast
@@ -221,6 +222,12 @@ class Plan:
     def all_groups(self) -> tuple[ClientGroup, ...]:
         """The clients that are in no group, and `groups`; `members` are positions in it."""
         return (ClientGroup("", self.client, self.config, self.stages), *self.groups)
+
+    @property
+    def clients_have_models(self) -> bool:
+        """True if clients use models of their own, of which the global model may tell nothing."""
+        rules = [group.rule for group in self.all_groups if not group.rule.attacks]
+        return any(uses_own_models(self.config, rule, self.server) for rule in rules)
 
     @property
     def methods(self) -> str:

@@ -1,8 +1,9 @@
-"""Rows of a ledger checked: their identities today, and their digests when computed again."""
+"""Rows of a ledger checked: their identities today, and what they give when computed again."""
 
 from __future__ import annotations
 
 import copy
+import math
 import random
 import re
 import tempfile
@@ -19,14 +20,18 @@ from raysim.ledger.kept import kept_config
 from raysim.ledger.ledger_row import Row
 from raysim.prepare import file_digests
 from raysim.prepare.resolve import prepare
+from raysim.runs.result import RunResult
 from raysim.runs.run import execute
 from raysim.system.cpu_kind import cpu_kind, may_be_this_kind
 from raysim.tracking.recorder import Recorder, differing, flatten_parameters
 
+ROUNDING = 1e-9
+"""Relative difference up to which metrics are the same, averaged in another order."""
+
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Digest of a row that was computed again."""
+    """A row that was computed again."""
 
     row: Row
     """The row."""
@@ -34,10 +39,13 @@ class Recomputed:
     digest: str
     """sha256 of the parameters that this machine computed."""
 
+    difference: str = ""
+    """A metric of clients' own models that differs, of which the parameters tell nothing."""
+
     @property
     def same(self) -> bool:
-        """True if the digests are equal."""
-        return self.digest == self.row.digest
+        """True if the digests are equal, and the metrics of clients' own models."""
+        return self.digest == self.row.digest and not self.difference
 
     @property
     def is_comparable(self) -> bool:
@@ -50,6 +58,8 @@ class Recomputed:
         run = f"{self.row.place} ({self.row.title})"
         if self.same:
             return f"{run}: the same digest"
+        if self.digest == self.row.digest:
+            return f"{run}: the same digest, but {self.difference}"
         if not self.is_comparable:
             where = f"{run}: computed on {self.row.cpu}"
             return f"{where}, perhaps not with the kernels of {cpu_kind()}: another digest"
@@ -110,18 +120,24 @@ def _today(raw: Mapping[str, Any]) -> Config:
 def recompute(row: Row, keys: Mapping[str, Any] | None = None) -> Recomputed:
     """Train the run of a row again, in this process, without MLflow and needless evaluations.
 
+    Where clients have models of their own, their metrics are computed and compared as well: the
+    global model may be the initial one in all rounds.
+
     Args:
         row: a row.
         keys: overrides that do not change the result, such as `data.root`; None: none.
 
     Returns:
-        The row, with the digest of the parameters that this machine computed.
+        The row, with what this machine computed.
 
     Raises:
         ConfigError: the row's configuration has another identity today, or cannot run here.
         RaysimError: the run failed.
     """
-    plan = prepare(_bare(row.config), keys or {}, tracked=False)
+    raw = _bare(row.config)
+    plan = prepare(raw, keys or {}, tracked=False)
+    if plan.clients_have_models:
+        plan = prepare({**raw, "evaluate": row.config["evaluate"]}, keys or {}, tracked=False)
     if plan.config.fingerprint != row.fingerprint:
         changes = _changes(row.config, plan.config) or "its files have changed"
         raise ConfigError(
@@ -132,7 +148,23 @@ def recompute(row: Row, keys: Mapping[str, Any] | None = None) -> Recomputed:
             f"rounds: {row.place} has the digest after {row.config['rounds']} rounds; leave "
             f"rounds={plan.config.rounds} out"
         )
-    return Recomputed(row, _digest(plan))
+    result = _trained(plan)
+    difference = _other_metric(row, result.history) if plan.clients_have_models else ""
+    return Recomputed(row, result.digest, difference)
+
+
+def _other_metric(row: Row, records: Sequence[Mapping[str, float]]) -> str:
+    """Return the first metric of the clients that has another value in a row, or ""."""
+    history = {int(record["round"]): record for record in records}
+    for name, series in row.history.items():
+        if name != "train_loss" and not name.startswith("clients/"):
+            continue
+        for t, before in series.items():
+            value = history[t].get(name, math.nan)
+            is_same = math.isclose(value, before, rel_tol=ROUNDING)
+            if not is_same and not (math.isnan(value) and math.isnan(before)):
+                return f"{name} in round {t} is {value:.10g}, and not {before:.10g}"
+    return ""
 
 
 def _bare(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,12 +184,12 @@ def _bare(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _digest(plan: Plan) -> str:
-    """Train a plan in a temporary folder and return the digest of its parameters."""
+def _trained(plan: Plan) -> RunResult:
+    """Train a plan in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="raysim-") as folder:
         run_dir = Path(folder, "run")
         run_dir.mkdir()
-        return execute(plan, run_dir, tracker=Recorder("", "", run_dir)).digest
+        return execute(plan, run_dir, tracker=Recorder("", "", run_dir))
 
 
 def _changes(before: Mapping[str, Any], config: Config) -> str:

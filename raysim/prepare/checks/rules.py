@@ -28,7 +28,6 @@ from raysim.rules.rule import SHIPPED_PACKAGE, Problem, family, place_of_metric
 from raysim.rules.uploads import declared, with_mode
 from raysim.system import startup_stages
 from raysim.system.signals import failing_as
-from raysim.training.client_evaluator import uses_own_models
 from raysim.training.groups import ClientGroup
 from raysim.training.personal import PersonalParts, personal_batch_norms
 from raysim.training.tasks.local_step import LocalSettings
@@ -289,11 +288,8 @@ def note_models_of_clients(plan: Plan) -> None:
     Args:
         plan: the plan of the run.
     """
-    config, server = plan.config, plan.server
-    if not config.evaluate.every or config.evaluate.clients is not None:
-        return
-    rules = [group.rule for group in plan.all_groups if not group.rule.attacks]
-    if any(uses_own_models(config, rule, server) for rule in rules):
+    evaluate = plan.config.evaluate
+    if evaluate.every and evaluate.clients is None and plan.clients_have_models:
         startup_stages.notes.info(
             "clients have models of their own, and only the global model is evaluated, which some "
             "methods never train; evaluate.clients.every=10 and partition.test.fraction=0.2 "
