@@ -89,6 +89,8 @@ def _evaluate_section(
     """Return the section `evaluate` with metrics and best metric written out."""
     names = tuple(map(_full_name, metric_names(config, task), metrics))
     best = config.evaluate.best or default_best(metrics)
+    if config.evaluate.best is None and not config.evaluate.every and config.evaluate.clients:
+        best = BestBy(metric=f"clients/{best.metric}_weighted", mode=best.mode)
     return config.evaluate.model_copy(update={"metrics": names, "best": best})
 
 

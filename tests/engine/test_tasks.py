@@ -241,6 +241,12 @@ def test_what_a_run_measures_is_written_out(plan_of):
     assert written.best is not None and (written.best.metric, written.best.mode) == ("mse", "min")
     chosen = plan_of("regression", evaluate={"metrics": "r2"}).config.evaluate
     assert chosen.best is not None and (chosen.best.metric, chosen.best.mode) == ("r2", "max")
+    clients = {"evaluate": {"every": 0, "clients": {"every": 2}}}
+    of_clients = plan_of(
+        "regression", **clients, partition={"clients": 6, "test": {"fraction": 0.2}}
+    )
+    best = of_clients.config.evaluate.best
+    assert best is not None and (best.metric, best.mode) == ("clients/mse_weighted", "min")
     best = {"metric": "val/loss", "mode": "min"}
     partition = {"name": "iid", "clients": 6, "val_fraction": 0.1}
     measured = plan_of("classification", evaluate={"best": best}, partition=partition)

@@ -134,7 +134,8 @@ class Evaluate(Section):
     path.py:function of outputs and targets; null: the task's own. The first one selects the best
     model, unless it is a function that does not say whether larger values are better."""
     best: BestBy | None = None
-    """Metric that selects the best model; null: the first of `metrics`."""
+    """Metric that selects the best model; null: the first of `metrics`, with `every: 0` that of the
+    evaluated clients, weighted by their test examples."""
     per_class: bool = False
     """Whether to log the accuracy on each class (`task: classification`)."""
     clients: EvaluateClients | None = None
