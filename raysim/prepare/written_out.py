@@ -13,6 +13,7 @@ from raysim.config.sections.base import Named, with_value
 from raysim.config.sections.evaluation import BestBy, Evaluate, OwnMetric, Stop
 from raysim.engine.plan import Probe
 from raysim.metrics import (
+    VALIDATION,
     find_metric,
     lower_is_better,
     own_metrics_of,
@@ -90,7 +91,8 @@ def _evaluate_section(
     names = tuple(map(_full_name, metric_names(config, task), metrics))
     best = config.evaluate.best or default_best(metrics)
     if config.evaluate.best is None and not config.evaluate.every and config.evaluate.clients:
-        best = BestBy(metric=f"clients/{best.metric}_weighted", mode=best.mode)
+        kind = "" if config.partition.test else VALIDATION
+        best = BestBy(metric=f"clients/{kind}{best.metric}", mode=best.mode)
     return config.evaluate.model_copy(update={"metrics": names, "best": best})
 
 

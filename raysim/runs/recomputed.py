@@ -160,7 +160,7 @@ def _other_metric(row: Row, records: Sequence[Mapping[str, float]]) -> str:
         if name != "train_loss" and not name.startswith("clients/"):
             continue
         for t, before in series.items():
-            value = history[t].get(name, math.nan)
+            value = history.get(t, {}).get(name, math.nan)
             is_same = math.isclose(value, before, rel_tol=ROUNDING)
             if not is_same and not (math.isnan(value) and math.isnan(before)):
                 return f"{name} in round {t} is {value:.10g}, and not {before:.10g}"

@@ -106,6 +106,7 @@ def test_validation_without_tests(setup):
     setup["evaluate"]["clients"] = {"every": 3, "fine_tune": {"steps": 1}}
     setup["partition"]["val"] = {"fraction": 0.1}
     result = raysim.run(setup, tracking=False)
+    assert result.config.evaluate.best_by.metric == "clients/val_accuracy"
     table = result.clients
     plan = prepare(result.run_dir / "config.yaml")
     kept = np.flatnonzero(plan.clients.val.sizes).tolist()

@@ -246,7 +246,7 @@ def test_what_a_run_measures_is_written_out(plan_of):
         "regression", **clients, partition={"clients": 6, "test": {"fraction": 0.2}}
     )
     best = of_clients.config.evaluate.best
-    assert best is not None and (best.metric, best.mode) == ("clients/mse_weighted", "min")
+    assert best is not None and (best.metric, best.mode) == ("clients/mse", "min")
     best = {"metric": "val/loss", "mode": "min"}
     partition = {"name": "iid", "clients": 6, "val_fraction": 0.1}
     measured = plan_of("classification", evaluate={"best": best}, partition=partition)

@@ -134,8 +134,8 @@ class Evaluate(Section):
     path.py:function of outputs and targets; null: the task's own. The first one selects the best
     model, unless it is a function that does not say whether larger values are better."""
     best: BestBy | None = None
-    """Metric that selects the best model; null: the first of `metrics`, with `every: 0` that of the
-    evaluated clients, weighted by their test examples."""
+    """Metric that selects the best model; null: the first of `metrics`, with `every: 0` the mean of
+    it over the evaluated clients."""
     per_class: bool = False
     """Whether to log the accuracy on each class (`task: classification`)."""
     clients: EvaluateClients | None = None
