@@ -6,7 +6,7 @@ import copy
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -205,8 +205,14 @@ def net_parameter_docs(name: str) -> dict[str, str]:
     return docs
 
 
-def _parameters(factory: Callable) -> dict[str, inspect.Parameter]:
-    """Return the named parameters of `factory`, without `shape` and `classes`.
+OF_DATA = ("shape", "classes")
+"""Parameters of a net that the data set determines. A user's net may be given others."""
+
+
+def _parameters(
+    factory: Callable, without: Iterable[str] = OF_DATA
+) -> dict[str, inspect.Parameter]:
+    """Return the named parameters of `factory`, without those that the data determine.
 
     Annotations that cannot be evaluated are left out, as those of `if TYPE_CHECKING` imports.
     """
@@ -219,7 +225,7 @@ def _parameters(factory: Callable) -> dict[str, inspect.Parameter]:
         if isinstance(parameter.annotation, str):
             parameter = parameter.replace(annotation=parameter.empty)
         is_one = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        if is_one and name not in ("shape", "classes", "self"):
+        if is_one and name not in (*without, "self"):
             parameters[name] = parameter
     return parameters
 
@@ -246,6 +252,8 @@ def net_arguments(model: Named) -> dict[str, Any]:
     for key, parameter in known.items():
         if _is_written(key, parameter):
             arguments[key] = parameter.default
+    if model.name not in NETS:
+        known = _parameters(factory, [key for key in OF_DATA if key not in model.parameters])
     for key, value in model.parameters.items():
         if key in known:
             arguments[key] = _checked(key, value, known[key].annotation, known[key].default)
@@ -319,7 +327,8 @@ def make_net(
     Args:
         config: the configuration; its section `model` names the net and its parameters.
         shape: shape of one example, (C, H, W) of an image.
-        classes: number of outputs: of classes, labels, columns or tokens.
+        classes: number of outputs: of classes, labels, columns or tokens; 0: unknown, then the
+            net has its own default.
         inputs: the inputs of a net with several ones, which its factory gets as `shape`.
 
     Returns:
@@ -339,14 +348,18 @@ def make_net(
     arguments = net_arguments(config.model)
     own_keys = _parameters(factory)
     common = {k: arguments.pop(k) for k in COMMON_KEYS if k in arguments and k not in own_keys}
-    taken = inspect.signature(factory).parameters
-    of_data: dict[str, Any] = {"shape": shapes_of(inputs) if inputs else shape, "classes": classes}
-    of_data = {key: value for key, value in of_data.items() if key in taken}
+    taken = _parameters(factory, without=())
+    of_data: dict[str, Any] = {"shape": shapes_of(inputs) if inputs else shape}
+    if classes:
+        of_data["classes"] = classes
+    arguments = {**{key: of_data[key] for key in of_data if key in taken}, **arguments}
+    if "classes" in taken and not classes:
+        _refuse_missing_arguments(name, {"classes": taken["classes"]}, arguments)
     number = int(generator(config.seed, "init").integers(2**63))
     with generators_kept():
         seed_generators(GENERATORS, number % 2**32)
         torch.manual_seed(number)
-        net = _built(name, lambda: factory(**of_data, **arguments))
+        net = _built(name, lambda: factory(**arguments))
         if "projection" in common:
             _add_projection(net, common["projection"], classes)
     refuse_odd_nets(net)

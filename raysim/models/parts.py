@@ -25,9 +25,11 @@ def classifier_of(net: nn.Module, classes: int) -> nn.Linear | None:
 
     Args:
         net: the net.
-        classes: number of classes.
+        classes: number of classes; 0: unknown, then any last linear layer is meant.
     """
-    linear = [m for m in net.modules() if isinstance(m, nn.Linear) and m.out_features == classes]
+    linear = [m for m in net.modules() if isinstance(m, nn.Linear)]
+    if classes:
+        linear = [m for m in linear if m.out_features == classes]
     return linear[-1] if linear else None
 
 

@@ -219,6 +219,21 @@ def test_another_class_of_a_name_is_refused_by_its_source(new_process, train):
         raysim.resume(folder, {"rounds": 2, "model": "logistic"})
 
 
+def test_a_hash_that_a_library_keeps_is_another_in_each_process(new_process, train):
+    """As in the `GenerationConfig` of a language model."""
+    script = new_process()
+    net = script["Net"]()
+    net.settings = types.SimpleNamespace(width=3, _object_hash=hash("settings") | 2**40)
+    folder = train({**script, "Net": net}).run_dir
+    new_process()
+    net.settings = types.SimpleNamespace(width=3, _object_hash=hash("others") | 2**41)
+    given = {"model": net, "task": script["loss"]}
+    assert raysim.resume(folder, {"rounds": 2, **given}).rounds == 2
+    net.settings.width = 4
+    with pytest.raises(ConfigError, match="^model"):
+        raysim.resume(folder, {"rounds": 3, **given})
+
+
 PARTS = """
 import functools
 

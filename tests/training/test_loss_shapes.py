@@ -291,3 +291,42 @@ class Averages(nn.Module):
 
     def forward(self, x):
         return self.layer(x).mean(0)
+
+
+class OfClasses(nn.Module):
+    """Its argument `classes` is its number of outputs, three by default."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int = 3):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(shape[0], classes)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def of_classes(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return OfClasses(shape, classes)
+
+
+@pytest.mark.parametrize(
+    "model", [OfClasses, {"name": of_classes, "classes": 3}, {"name": OfClasses, "classes": 3}]
+)
+def test_a_net_has_its_own_number_of_outputs_where_the_data_have_no_classes(model):
+    case = Case(lambda: OfClasses((5,)), quantiles, NUMBERS, like="any")
+    found = raysim.run({**config(case), "model": model}, tracking=False)
+    assert len(found.parameters) == 5 * 3 + 3
+
+
+def test_a_net_without_a_default_needs_its_number_of_outputs():
+    case = Case(lambda: OfClasses((5,)), quantiles, NUMBERS, like="any")
+    with pytest.raises(ConfigError, match=r"^model\.classes: classes has no default"):
+        raysim.run({**config(case), "model": of_classes}, tracking=False)
+
+
+def test_a_net_gets_the_classes_of_the_data_unless_a_key_gives_others():
+    case = Case(lambda: OfClasses((5,)), triplets, LABELS, like="any")
+    labelled = {**config(case), "model": OfClasses}
+    assert len(raysim.run(labelled, tracking=False).parameters) == 5 * 3 + 3
+    wider = {**labelled, "model": {"name": OfClasses, "classes": 7}}
+    assert len(raysim.run(wider, tracking=False).parameters) == 5 * 7 + 7

@@ -225,7 +225,10 @@ class Description:
             return kind.encode()
         if isinstance(parts, str):  # a name, also of a function behind `functools.cache`
             parts = [type(value), parts, getattr(value, "__wrapped__", None)]
-        return self.contents(b"object", [list(p) if isinstance(p, Iterator) else p for p in parts])
+        parts = [list(p) if isinstance(p, Iterator) else p for p in parts]
+        if not _is_users(type(value)):
+            parts = [_without_hashes(p) if type(p) is dict else p for p in parts]
+        return self.contents(b"object", parts)
 
     def definition(self, value: Any) -> str:
         """Add the source of a class or a function, and what it refers to; return its name."""
@@ -309,6 +312,15 @@ def _is_array(value: Any) -> bool:
     if isinstance(value, type) or not hasattr(value, "__array__"):
         return False
     return hasattr(value, "detach") or hasattr(value, "tobytes")
+
+
+def _without_hashes(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a library's object without kept hashes, which each process salts."""
+    return {
+        key: value
+        for key, value in state.items()
+        if not (str(key).endswith("_hash") and type(value) is int and abs(value) >= 2**32)
+    }
 
 
 def _is_net(value: Any) -> bool:

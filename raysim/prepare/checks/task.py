@@ -36,7 +36,7 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
         dataset: the data set.
 
     Returns:
-        The number of outputs of the net.
+        The number of outputs of the net; 0: unknown.
 
     Raises:
         ConfigError: the data do not fit, or the task fails or has no outputs.
@@ -47,6 +47,7 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
         with failing_as(lambda why: ConfigError(f"{failed}: {why}"), (ValueError,)):
             task.check(data)
             outputs = int(task.outputs(data))
+            takes_any = task.output_shape(dataset.shape, outputs) is None
     except ValueError as error:
         raise ConfigError(
             f"task: '{task.name}' does not fit data '{dataset.name}': {error}"
@@ -55,7 +56,7 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
     if task.class_labels and outputs == dataset.n_classes:
         dataset.check_numbering("data.classes")
     dataset.check_range(config.dtype)
-    if outputs < 1:
+    if outputs < (0 if takes_any else 1):
         raise ConfigError(
             f"task: '{task.name}' has {outputs} outputs on data '{dataset.name}'; return at least "
             "1 from outputs()"

@@ -115,6 +115,8 @@ class LearningTask:
     def outputs(self, data: TaskData) -> int:
         """Return the number of outputs, which the net receives as its argument `classes`.
 
+        A task of outputs of any shape may return 0: the net then keeps its own default.
+
         Args:
             data: the examples.
         """

@@ -49,8 +49,8 @@ class AnyShapes(LearningTask):
     """Outputs and targets of any shape, which the loss function gets as they are."""
 
     def outputs(self, data: TaskData) -> int:
-        """Return the number of classes of the data, at least 1. See `LearningTask.outputs`."""
-        return max(data.n_classes, 1)
+        """Return the number of classes of the data; 0, which is unknown, without classes."""
+        return data.n_classes
 
     def output_shape(self, x_shape: tuple[int, ...], outputs: int) -> None:
         """Return None, since any shape will do. See `LearningTask.output_shape`."""
