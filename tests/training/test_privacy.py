@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.programs import program
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.nn import functional as F
 
 import raysim
@@ -108,6 +109,71 @@ def test_single_gradients_need_running_statistics_of_batch_norm():
             task.sample_grads(w, data, mode=mode)
     model.freeze_statistics()
     assert task.sample_grads(w, data, mode="train")[0].any()
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.LSTM(2, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.cell(x.unflatten(1, (2, 2)))[0][:, -1])
+
+
+class BooleanMask(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.body(x)
+        h = h.masked_scatter(h < 0, 0.1 * h[h < 0])
+        return self.head(h)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return 2 * gradients[0]
+
+
+class OwnGradient(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return Doubled.apply(self.head(x))
+
+
+@pytest.mark.parametrize("net", [Recurrent, BooleanMask, OwnGradient])
+def test_nets_that_vmap_cannot_map_have_single_gradients(net):
+    model = Model(net(), (4,), 3, torch.float64)
+    task, data = a_task(model, LoopTask), batch(model, 5)
+    w = model.initial()[0]
+    rows, _ = task.sample_grads(w, data)
+    plain = net().double()
+    nn.utils.vector_to_parameters(w, plain.parameters())
+    for k in range(5):
+        loss = F.cross_entropy(plain(data.x[k : k + 1]), data.y[k : k + 1])
+        truth = torch.autograd.grad(loss, [*plain.parameters()])
+        assert torch.allclose(rows[k], torch.cat([part.flatten() for part in truth]), atol=1e-12)
+
+
+def test_a_net_that_computes_again_has_no_single_gradients():
+    """The layer that is computed again would have other parameters than those of the example."""
+
+    class Checkpointed(OwnGradient):
+        def forward(self, x):
+            return checkpoint(self.head, x, use_reentrant=False)
+
+    model = Model(Checkpointed(), (4,), 3, torch.float64)
+    with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint.*; leave it out"):
+        a_task(model, LoopTask).sample_grads(model.initial()[0], batch(model, 5))
 
 
 def test_parts_are_the_whole(model, monkeypatch):

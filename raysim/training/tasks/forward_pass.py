@@ -164,6 +164,38 @@ def forward_pass(
         frame.features = None
 
 
+CHECKPOINTED = (
+    "the net computes layers again in the backward pass (torch.utils.checkpoint), or moves what it "
+    "saves for that, so single examples have no gradients; leave it out"
+)
+
+
+def mapped(
+    function: Callable[[Tensor, Tensor, tuple[Tensor, ...]], list[Tensor]],
+    params: Tensor,
+    x: Tensor,
+    drop: tuple[Tensor, ...],
+) -> list[Tensor]:
+    """Return what a function returns for each example, stacked.
+
+    Args:
+        function: what is called for each example.
+        params: [B, P], the parameters of each example.
+        x: the examples, [B, ...].
+        drop: the dropout masks of the examples, [B, ...] each.
+    """
+    # A layer that is computed again has no longer the parameters of its example.
+    with torch.autograd.graph.disable_saved_tensors_hooks(CHECKPOINTED):
+        try:
+            return torch.func.vmap(function)(params, x, drop)
+        except torch.OutOfMemoryError:  # which says nothing about the net
+            raise
+        except RuntimeError:  # vmap has no rule for a layer, such as `nn.LSTM`
+            examples = range(len(x))
+            calls = [function(params[k], x[k], tuple(m[k] for m in drop)) for k in examples]
+    return [torch.stack(parts) for parts in zip(*calls, strict=True)]
+
+
 def one_by_one(
     model: Model,
     params: Tensor,
@@ -221,7 +253,7 @@ def one_by_one(
             with_features.append(features is not None)
             return [t[0] for t in (out, *([] if features is None else [features]), *outputs)]
 
-        out, *others = torch.func.vmap(call_example)(params, x, drop)
+        out, *others = mapped(call_example, params, x, drop)
         features = others.pop(0) if with_features[0] else None
         if levels is not None:
             levels += others
