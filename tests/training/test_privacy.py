@@ -394,3 +394,13 @@ def test_what_stays_unprotected_is_said_and_tagged(base, caplog):
     assert "privacy.unprotected" not in run_tags(
         prepare({**base, "rounds": 1, "algorithm": "fedavg"})
     )
+
+
+def test_integers_have_no_gradient_of_inputs():
+    net = nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(8, 3))
+    model = Model(
+        net, (4,), 3, torch.float64, sample=Batch(torch.zeros(2, 4).long(), torch.zeros(2).long())
+    )
+    data = Batch(torch.randint(0, 9, (5, 4)), torch.randint(0, 3, (5,)))
+    with pytest.raises(ValueError, match=r"task\.input_grad: inputs of type torch\.int64"):
+        a_task(model, LoopTask).input_grad(model.initial()[0], data)

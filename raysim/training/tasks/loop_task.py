@@ -291,7 +291,7 @@ class LoopTask(ModelTask):
 
         See `Task.input_grad`.
         """
-        self._guard("input_grad")
+        self._guard("input_grad", batch)
         x = batch.x.detach().requires_grad_()
         net = self.net(w, replace(batch, x=x), "eval", buffers)
         net.one_by_one = True

@@ -80,7 +80,7 @@ class PureTask(ModelTask):
 
         See `Task.input_grad`.
         """
-        self._guard("input_grad")
+        self._guard("input_grad", batch)
 
         def total(x: Tensor) -> Tensor:
             net = self.net(w, replace(batch, x=x), "eval", buffers)

@@ -274,8 +274,16 @@ class ModelTask(Task):
         buffers = self.buffers if buffers is None else buffers
         return self._sample_grads(w, batch, loss, mode, buffers)
 
-    def _guard(self, method: str) -> None:
-        """Refuse a method without privacy, if the rule declares no unprotected uploads."""
+    def _guard(self, method: str, differentiated: Batch | None = None) -> None:
+        """Refuse a method without privacy, if the rule declares no unprotected uploads.
+
+        It also refuses integers as inputs by which it would differentiate.
+        """
+        if differentiated is not None and not differentiated.x.is_floating_point():
+            raise ValueError(
+                f"task.{method}: inputs of type {differentiated.x.dtype}, such as tokens, have no "
+                "gradient; give examples of real numbers, or a method without gradients of inputs"
+            )
         if self.settings.guarded:
             raise ValueError(
                 f"privacy does not cover what comes of task.{method}; declare the uploads that "
