@@ -38,8 +38,8 @@ def class_names(half: Any, place: str) -> Names:
         for names, more in pairwise(of_parts):
             if names != more[: len(names)]:
                 raise ConfigError(
-                    f"{place}: the parts of a ConcatDataset number their classes differently, "
-                    f"{', '.join(names)} and {', '.join(more)}; give all parts the same classes"
+                    f"{place}: data sets that are joined number their classes differently, "
+                    f"{', '.join(names)} and {', '.join(more)}; give all of them the same classes"
                 )
         return of_parts[-1]
     names = getattr(half, "classes", None)

@@ -231,7 +231,7 @@ class Model:
             return f"; the data have the inputs {names}, which are arguments of forward by name"
         if not x.is_floating_point() and "index out of range" in why:  # of an nn.Embedding
             return f"; the numbers in these two examples are from {x.min()} to {x.max()}"
-        if not x.is_floating_point():
+        if not x.is_floating_point() and ("dtype" in why or "long" in why.lower()):
             return "; x is int64: give floats, or use nn.Embedding"
         if "same dtype" in why:
             kind = str(self.dtype).removeprefix("torch.")

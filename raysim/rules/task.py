@@ -369,9 +369,9 @@ class Task(SuggestsAttributes, ABC):
     def fisher(self, w: Tensor, data: LocalData, augment: bool = False) -> Tensor:
         """Compute the diagonal of the empirical Fisher information. For `init` and `finish`.
 
-        It is the mean over all of the client's examples of the squared gradient of log p(y | x), in
-        mode "eval" with the client's own BatchNorm statistics. For tasks other than classification
-        it is the squared gradient of an example's loss.
+        It is the mean over all of the client's examples of the squared gradient of an example's
+        loss by the learning task, in mode "eval" with the client's own BatchNorm statistics. For
+        the cross-entropy, without weights or smoothing, that loss is -log p(y | x).
 
         Args:
             w: [P], the point.

@@ -128,7 +128,7 @@ def test_folders_of_images_are_numbered_by_name(folder):
         assert dataset.y_test.tolist() == dataset.x_test[:, 0, 0, 0].tolist()
     with pytest.raises(ConfigError, match="the test half has the class 'cat'"):
         made((test, train))
-    with pytest.raises(ConfigError, match="parts of a ConcatDataset number their classes diff"):
+    with pytest.raises(ConfigError, match="data sets that are joined number their classes diff"):
         made((ConcatDataset([train, test]), test))
 
 
@@ -233,3 +233,11 @@ def test_targets_that_are_no_labels_are_refused(base, y, tensors):
     data = (X, torch.tensor(y), X, torch.tensor(y)) if tensors else (X, y, X, y)
     with pytest.raises(ConfigError, match=r"expected one integer label .* y\[:, 0\] for a column"):
         raysim.run(config(base, data))
+
+
+def test_a_column_of_mappings_has_several_inputs():
+    rows = [{"ids": [k, k + 1], "mask": [1, k % 2]} for k in range(6)]
+    table = datasets.Dataset.from_dict({"x": rows, "y": [0, 1] * 3})
+    x = {key: np.array([row[key] for row in rows]) for key in rows[0]}
+    plain = make_dataset("mine", ((x, [0, 1] * 3), (x, [0, 1] * 3)), "data")
+    assert make_dataset("mine", (table, table), "data").digest == plain.digest

@@ -4,6 +4,7 @@ fail."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ from torch.utils.data import (
 from raysim.data import import_torchvision
 from raysim.data.own.reading import inputs_like, make_dataset
 from raysim.errors import ConfigError
+
+torchvision = import_torchvision()  # datasets imports it, and its operators may not load
+import datasets  # noqa: E402
 
 RNG = np.random.default_rng(2)
 X, Y, USERS = RNG.normal(size=(6, 3)), np.arange(6) % 2, list("abacba")
@@ -255,7 +259,7 @@ def test_targets_where_there_is_no_token_are_refused():
         ([X, Y, Y], "the training examples are a list of 3; expected"),
         ([{"x": X[0], "label": 1}] * 3, "training example 0 has the unknown key 'label'"),
         ([(X[0], [[1], [2, 3]])] * 3, "the training examples are a list of 3; expected"),
-        ([TENSORS, TENSORS, TENSORS], "these are 3 sets of examples, as if each client .* users.* validation .* out"),
+        ([TENSORS, TENSORS, TENSORS], "these are 3 sets of examples, as if each client .*train.*client: set.* validation .* out"),
         (DataLoader(TENSORS), r"the training examples are a DataLoader.*\(its attribute dataset\)"),
         (Listed(((X[0], X[1]), 0), ((X[2], X[3]), 1)), "x_test is one array, and x has the inputs 0, 1"),
         (Listed(({"a": X[0], "b": X[1]}, 0), (X[2], 1)), r"x of training example 1 has other inputs than \['a', 'b'\]"),
@@ -299,6 +303,59 @@ def test_the_examples_of_each_client_by_itself_are_refused(content):
         ConfigError, match=r"^data: these are . sets of examples, as if each client"
     ):
         made(content)
+
+
+OF_ALL = {"train": (X, Y), "test": (X, Y), "users": [*"aabbbc"], "users_test": [*"aabbbc"]}
+OF_EACH = {name: slice(a, b) for name, a, b in (("a", 0, 2), ("b", 2, 5), ("c", 5, 6))}
+PAIRS_OF_EACH = {name: (X[own], Y[own]) for name, own in OF_EACH.items()}
+FORMS_OF_EACH: dict[str, Callable[[np.ndarray, np.ndarray], Any]] = {
+    "pairs": lambda x, y: (x, y),
+    "lists": lambda x, y: (x.tolist(), y.tolist()),
+    "mappings": lambda x, y: {"x": x, "y": torch.tensor(y)},
+    "torch": lambda x, y: TensorDataset(torch.tensor(x), torch.tensor(y)),
+    "subsets": lambda x, y: Subset(Listed(*zip(x, y, strict=True)), range(len(x))),
+    "tables": lambda x, y: datasets.Dataset.from_dict({"x": x.tolist(), "y": y.tolist()}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS_OF_EACH.values(), ids=FORMS_OF_EACH)
+def test_examples_of_each_client_are_those_of_users(form):
+    truth = made(OF_ALL)
+    of_each = {name: form(*pair) for name, pair in PAIRS_OF_EACH.items()}
+    for content in (
+        {"train": of_each, "test": of_each},
+        {name: {"train": own, "test": own} for name, own in of_each.items()},
+    ):
+        data = made(content)
+        assert data.digest == truth.digest and data.group_names == truth.group_names
+
+
+def test_examples_of_each_client_may_have_several_inputs():
+    one = made({**OF_ALL, "train": ((X, Y), Y), "test": ((X, Y), Y)})
+    for row in (True, False):
+        train = {
+            name: ((x, y) if row else {"0": x, "1": y}, y) for name, (x, y) in PAIRS_OF_EACH.items()
+        }
+        assert made({"train": train, "test": train}).digest == one.digest
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ((X[2:4], Y[2:5]), "the training examples of client 'b' have x and y of 2 and 3 entries"),
+        ((X[2:5], Y[2:5] * 1.0), "y is int64 in .* and float64 in .* client 'b'; give one kind"),
+        ((X[2:5, :2], Y[2:5]), r"x: number 2 has shape \[2\], number 0 \[3\]"),
+        ({"x": X[2:5], "y": Y[2:5], "user": Y[2:5]}, "client 'b' have users, .*leave them out"),
+        (
+            ({"a": X[2:5]}, Y[2:5]),
+            "x of the training examples of client 'a' has not the inputs a",
+        ),
+        (Listed((X[2], 1, "b")), r"training \(client 'b'\) example 0 is a tuple of 3"),
+    ],
+)
+def test_what_a_client_has_otherwise_is_named(own, message):
+    with pytest.raises(ConfigError, match=f"^data: .*{message}"):
+        made({"train": {**PAIRS_OF_EACH, "b": own}, "test": PAIRS_OF_EACH})
 
 
 @pytest.mark.parametrize("as_mapping", [False, True])

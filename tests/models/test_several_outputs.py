@@ -202,6 +202,23 @@ def test_forms_that_cannot_be_told_apart_are_refused():
         run(Swaps("tuple"), DATA, PARTS, **TASK)
 
 
+class DynamicCache:
+    """What language models of transformers return beside their logits."""
+
+
+def test_a_cache_among_the_outputs_is_named_with_the_way_out():
+    class Caches(nn.Linear):
+        def forward(self, x):
+            return {"logits": super().forward(x.to(self.weight)), "cache": DynamicCache()}
+
+    x, y, x_test, y_test = DATA
+    tokens = x.astype(int), y, x_test.astype(int), y_test
+    named = r"of type DynamicCache \(net\.config\.use_cache = False"
+    with pytest.raises(ConfigError, match=named) as refusal:
+        run(Caches(x.shape[1], 3), tokens, PARTS, **TASK)
+    assert "int64" not in str(refusal.value)
+
+
 def test_a_copy_of_a_class_is_refused():
     with pytest.raises(ConfigError, match="returns the class Heads of a net that was given as an"):
         run(ManyHeads("dataclass"), DATA, PARTS, task={"name": loss, "like": "any"})

@@ -230,7 +230,7 @@ def test_a_hash_that_a_library_keeps_is_another_in_each_process(new_process, tra
     given = {"model": net, "task": script["loss"]}
     assert raysim.resume(folder, {"rounds": 2, **given}).rounds == 2
     net.settings.width = 4
-    with pytest.raises(ConfigError, match="^model"):
+    with pytest.raises(ConfigError, match=r"^model"):
         raysim.resume(folder, {"rounds": 3, **given})
 
 

@@ -172,11 +172,7 @@ def test_a_lost_or_changed_file_of_examples_is_named(config, cache):
         ("data", {"x": X, "y": Y}, "data: the mapping has no x_test"),
         ("data", 3, "data: expected x, y, x_test, y_test"),
         ("data", {0: (X, Y), 1: (X, Y)}, "data: these are 2 sets of examples, as if each client"),
-        (
-            "data",
-            {"train": {"ann": (X, Y), "bob": (X, Y)}, "test": (X, Y)},
-            "data: these are 2 sets of examples, as if each client",
-        ),
+        ("data", {0: {"x": X, "y": Y}}, "data: these are 1 sets of examples, as if each client"),
         ("partition", [{0, 1}, {2}], r"found a set; give sorted\(\) of it"),
         ("partition", [Subset(range(4), [0, 1])], "found a Subset; give its attribute indices"),
         ("partition", np.zeros(4, int), "give it as users of the data, with partition=natural"),

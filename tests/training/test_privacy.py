@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.programs import program
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import raysim
 from raysim.errors import ConfigError

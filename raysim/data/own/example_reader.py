@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from raysim.data.dataset import channels_first
-from raysim.data.own.forms import FormReader
+from raysim.data.own.forms import FormReader, by_position
 from raysim.data.own.natural_users import Numbered, number_users
 from raysim.data.several_inputs import Inputs, pack
 
@@ -68,7 +68,7 @@ class ExampleReader(FormReader):
             The array, and where each input is in it; () for one input.
         """
         names = [entry.name for entry in like or ()]
-        x = _by_position(x, n, len(names))
+        x = by_position(x, n, len(names))
         if not isinstance(x, Mapping):
             if like:
                 raise self.error(f"{name} is one array, and x has the inputs {', '.join(names)}")
@@ -294,15 +294,6 @@ class ExampleReader(FormReader):
         elif declared > MAX_CLASSES:
             raise self.error(f"classes is {declared}; at most {MAX_CLASSES} are possible")
         return tuple(map(str, range(declared)))
-
-
-def _by_position(x: Any, n: int | None, n_inputs: int) -> Any:
-    """Return several inputs in a row by their positions; other x, such as rows, as they are."""
-    if not isinstance(x, tuple | list) or len(x) == n:
-        return x
-    lengths = [len(v) if hasattr(v, "__array__") and v.ndim else None for v in x]
-    is_several = 0 < len(x) == n_inputs if n is None else set(lengths) == {n}
-    return {str(k): value for k, value in enumerate(x)} if is_several else x
 
 
 def _inputs_text(inputs: Inputs) -> str:

@@ -4,8 +4,9 @@ These are read:
 
 - x, y, x_test, y_test in a row, or in a mapping with these keys;
 - a training and a test half in a row, or in a mapping with the keys train and test. A half is a
-  pair (x, y), a mapping with the keys x and y, a map-style torch data set, or a Hugging Face data
-  set with the columns x and y.
+  pair (x, y), a mapping with the keys x and y, a map-style torch data set, a Hugging Face data set
+  with the columns x and y, or a mapping of clients to such halves of their own;
+- a mapping of clients to their mappings with the keys train and test.
 
 A mapping may also have `users`, `users_test`, `public` and `classes`. The examples of a torch data
 set are pairs or mappings likewise. The entry `user` of a half or of an example is its user.
@@ -61,6 +62,10 @@ class FormReader(ArrayReader):
         match content:
             case Mapping():
                 if content.keys().isdisjoint(MAPPING_KEYS):
+                    if content and all(map(_has_halves, content.values())):
+                        of_clients = content.items()
+                        train = {client: halves["train"] for client, halves in of_clients}
+                        return train, {client: halves["test"] for client, halves in of_clients}, {}
                     self._refuse_clients(content.values())
                 return self._of_mapping(content)
             case [train, test]:
@@ -108,11 +113,10 @@ class FormReader(ArrayReader):
         """Refuse the examples of each client by itself."""
         if parts and all(map(_is_set_of_examples, parts)):
             raise self.error(
-                f"these are {len(parts)} sets of examples, as if each client had its own; give one "
-                "training set of all clients (torch.utils.data.ConcatDataset joins data sets), a "
-                "test set, and the client of each training example as users, with "
-                "partition=natural; leave a validation set out (partition.val_fraction makes one), "
-                "and stack single examples, or wrap them in a torch Dataset"
+                f"these are {len(parts)} sets of examples, as if each client had its own; give "
+                '{"train": {client: set, ...}, "test": set}, a test set of each client likewise, '
+                "with partition=natural; leave a validation set out (partition.val_fraction makes "
+                "one), and stack single examples, or wrap them in a torch Dataset"
             )
 
     def half(self, half: Any, split: str) -> Half:
@@ -131,13 +135,16 @@ class FormReader(ArrayReader):
             return self._examples(half, split)
         match half:
             case Mapping():
+                is_one = not half.keys().isdisjoint(("x", "y", *USER_KEYS))
+                if not is_one and half and all(map(_is_half, half.values())):
+                    return self._of_clients(half, split)
                 return self._entries(half, f"the {split} half")
             case [x, y] if not (isinstance(half, list) and _are_labelled(half)):
                 return x, y, None
             case [*parts] if parts and _are_examples(parts):
                 return self._examples(parts, split)
             case [*parts]:
-                self._refuse_clients([_x_and_y(part) or part for part in parts])
+                self._refuse_clients(parts)
             case torch.utils.data.DataLoader():
                 raise self.error(
                     f"the {split} examples are a DataLoader, and clients draw their batches "
@@ -148,12 +155,62 @@ class FormReader(ArrayReader):
             "torch Dataset or a Hugging Face dataset"
         )
 
+    def _of_clients(self, halves: Mapping[Any, Any], split: str) -> Half:
+        """Return the examples of clients one after the other, with their clients as users."""
+        xs: dict[str, Any] = {}
+        ys: dict[str, Any] = {}
+        users: list[Any] = []
+        n_inputs = 0
+        for client, half in halves.items():
+            name = f"the {split} examples of client {client!r}"
+            xs[name], y, own_users = self.half(half, f"{split} (client {client!r})")
+            if own_users is not None:
+                raise self.error(f"{name} have users, and the client is theirs; leave them out")
+            ys[name] = self.array(y, f"y of {name}")
+            users += [client] * len(ys[name])
+            if isinstance(by_position(xs[name], len(ys[name]), 0), Mapping):
+                n_inputs = len(xs[name])
+        # A tuple is clear for some client that has not as many examples as there are inputs.
+        xs = {name: by_position(x, None, n_inputs) for name, x in xs.items()}
+        for name, x in xs.items():
+            inputs = x.values() if isinstance(x, Mapping) else [x]
+            lengths = {len(ys[name]), *map(len, inputs)}
+            if len(lengths) > 1:
+                raise self.error(
+                    f"{name} have x and y of {min(lengths)} and {max(lengths)} entries"
+                )
+        return self._joined(xs, "x"), self._joined(ys, "y"), users
+
+    def _joined(self, parts: Mapping[str, Any], key: str) -> Any:
+        """Return the x or the y of clients as one; of several inputs each by itself."""
+        first = next((part for part in parts.values() if isinstance(part, Mapping)), None)
+        if first is not None:
+            for name, part in parts.items():
+                if not isinstance(part, Mapping) or part.keys() != first.keys():
+                    wanted = ", ".join(map(str, first))
+                    raise self.error(f"{key} of {name} has not the inputs {wanted}")
+            return {
+                entry: self._joined({name: part[entry] for name, part in parts.items()}, key)
+                for entry in first
+            }
+        rows: list[Any] = []
+        kinds: dict[str, str] = {}
+        for name, part in parts.items():
+            own = [*self.array(part, f"{key} of {name}")]
+            rows += own
+            kinds |= {row.dtype.kind: f"{row.dtype} in {name}" for row in own[:1]}
+        if len(kinds) > 1:
+            raise self.error(f"{key} is {' and '.join(kinds.values())}; give one kind of numbers")
+        return self.stacked(rows, key)
+
     def names(self, half: Any) -> Names:
         """Return the names of the classes of one half, by number; () if it carries none.
 
         Args:
             half: the half, in one of the known forms.
         """
+        if isinstance(half, Mapping) and half and all(map(_is_data_set, half.values())):
+            half = torch.utils.data.ConcatDataset(half.values())
         return class_names(half, self.place) if _is_data_set(half) else ()
 
     def _entries(self, entries: Mapping[Any, Any], place: str) -> Half:
@@ -292,9 +349,12 @@ def read_column(half: Any, name: str) -> Any:
 
     Args:
         half: the data set.
-        name: the column.
+        name: the column; one of mappings gives a mapping of columns.
     """
     feature = half.features[name]
+    if isinstance(feature, Mapping):
+        parts = half.flatten()
+        return {key: read_column(parts, f"{name}.{key}") for key in feature}
     if type(feature).__name__ == "Image" and feature.decode:
         return list(half.with_format(None)[name])
     while hasattr(feature, "feature"):  # of a list
@@ -317,7 +377,34 @@ def _is_data_set(value: Any) -> bool:
 
 
 def _is_set_of_examples(value: Any) -> bool:
-    return _is_data_set(value) or _is_pair(value) or isinstance(value, torch.utils.data.DataLoader)
+    is_loader = isinstance(value, torch.utils.data.DataLoader)
+    return is_loader or _is_data_set(value) or _is_pair(_x_and_y(value))
+
+
+def _is_half(value: Any) -> bool:
+    """Return whether a value may be the examples of one client."""
+    is_mapping = isinstance(value, Mapping) and value.keys() >= {"x", "y"}
+    return is_mapping or _x_and_y(value) is not None or _is_set_of_examples(value)
+
+
+def _has_halves(value: Any) -> bool:
+    """Return whether a value is the training and the test examples of one client."""
+    return isinstance(value, Mapping) and value.keys() == {"train", "test"}
+
+
+def by_position(x: Any, n: int | None, n_inputs: int) -> Any:
+    """Return several inputs in a row by their positions; other x, such as rows, as they are.
+
+    Args:
+        x: the inputs of a half.
+        n: number of its examples; None: unknown.
+        n_inputs: number of inputs that the net has, for an unknown n.
+    """
+    if not isinstance(x, tuple | list) or len(x) == n:
+        return x
+    lengths = [len(v) if hasattr(v, "__array__") and v.ndim else None for v in x]
+    is_several = 0 < len(x) == n_inputs if n is None else set(lengths) == {n}
+    return {str(k): value for k, value in enumerate(x)} if is_several else x
 
 
 def _are_inputs(entries: tuple[Any, ...] | list[Any]) -> bool:

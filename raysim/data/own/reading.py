@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -234,12 +235,15 @@ def is_content(value: Any) -> bool:
     Args:
         value: a mapping that was given as `data`.
     """
-    # Those of each client by itself are refused where they are read.
+    if "name" in value:
+        return False
     objects = tuple | np.ndarray | torch.Tensor | torch.utils.data.Dataset
     for key, part in value.items():
         is_examples = key in ("x", "y", "train", "test") and not isinstance(part, str)
         if is_examples or isinstance(part, objects):
-            return "name" not in value
+            return True
+        if isinstance(part, Mapping) and is_content(part):  # of a client
+            return True
     return False
 
 

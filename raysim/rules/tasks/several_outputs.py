@@ -138,6 +138,8 @@ def _row(value: Any, n: int, place: str) -> Tensor:
         got = f"of shape {list(value.shape)}"
     else:
         got = str(value.dtype) if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+        if got.endswith("Cache"):  # of language models
+            got += " (net.config.use_cache = False leaves out that of transformers)"
     raise ValueError(
         f"outputs{place} is {got}, and the tensors that forward returns have to be floats with one "
         f"row for each example, [{n}, ...]; leave it out, or give a number of the whole batch to "
