@@ -147,9 +147,9 @@ METRICS = (
            "partition.val_fraction"),
     Metric("val/{name}", "as the metric", "metric of the evaluation on the held-out examples",
            "partition.val_fraction, evaluate.metrics"),
-    Metric("train_loss", "nats", "mean over the clients of their mean loss in the local steps, that "
-           "of the learning task, without terms that a rule adds", EVERY_ROUND,
-           larger_is_better=False),
+    Metric("train_loss", "nats",
+           "mean over the clients of their mean loss in the local steps: the learning task's loss, "
+           "without terms that a rule adds", EVERY_ROUND, larger_is_better=False),
     Metric("client_loss/q{q}", "nats", "quantile q (in percent) of the clients' mean losses",
            EVERY_ROUND),
     Metric("round", "rounds", "rounds done (in records and history.csv; in MLflow it is the step)",
