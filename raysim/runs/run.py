@@ -441,7 +441,8 @@ class _OpenRun:
             self.run_dir,
             self.engine.history,
             self.end.attempt,
-            pictures=self.tracker.tracks,
+            measurements=self.tracker.tracks,
+            overview=self.tracker.draws,
         ):
             self.tracker.artifact(path)
 

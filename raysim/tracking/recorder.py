@@ -140,6 +140,10 @@ class Recorder:
     tracks = True
     """Whether anything is recorded."""
 
+    draws = False
+    """Whether the run's learning curve, partition and clock are drawn. Trials leave them out, since
+    the sweep draws all of them."""
+
     failure = ""
     """After the end: why a required database lacks records of the run; "" if it does not."""
 

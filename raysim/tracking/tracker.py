@@ -44,6 +44,8 @@ class Tracker(Recorder):
         RaysimError: another process tracks a run in this folder.
     """
 
+    draws = True
+
     def __init__(self, tracking: Tracking, run_dir: Path, parent: str | None = None) -> None:
         super().__init__(
             absolute_uri(restored_uri(tracking.uri)), tracking.experiment, run_dir, parent

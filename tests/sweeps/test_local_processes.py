@@ -137,14 +137,20 @@ def test_no_trials_at_once_is_a_mistake(parallel: int, here: Path):
 def test_an_error_of_watch_ends_the_trials(here: Path):
     """And their records."""
 
+    def spools() -> list[str]:
+        return [path.read_text() for path in here.glob("runs/*/trials/*/spool.jsonl")]
+
+    def all_started() -> bool:
+        return sum('"start"' in spool for spool in spools()) == 2
+
     def watch(trial, state, facts):
         if state == "finished":
+            until(all_started, 60, "both trials have records")
             raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine"):
         raysim.sweep(SMALL, {"rounds": [2, 9000]}, parallel=2, watch=watch)
-    ends = [path.read_text().count("KILLED") for path in here.glob("runs/*/trials/*/spool.jsonl")]
-    assert sorted(ends) == [0, 1]
+    assert sorted(spool.count("KILLED") for spool in spools()) == [0, 1]
 
 
 def test_what_a_trial_has_started_ends_with_its_sweep(here: Path):
@@ -152,6 +158,9 @@ def test_what_a_trial_has_started_ends_with_its_sweep(here: Path):
     child = Path("child")
     how = "os.system('sleep 900 & echo $! > new; mv new child'); import time; time.sleep(900)"
     Path("bad.py").write_text(BAD.format(how=how))
+
+    def all_started() -> bool:
+        return sum('"start"' in spool for spool in spools()) == 2
 
     def watch(trial, state, facts):
         if state == "finished":

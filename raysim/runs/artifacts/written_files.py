@@ -23,13 +23,17 @@ MAX_CLOCK_ROUNDS_SHOWN = 60
 AttemptCallback = Callable[[str, Callable[[], object]], None]
 """Function that calls a function and, if it fails, reports the failure under a title."""
 
+WriteCallback = Callable[[str, Callable[[Path], object]], None]
+"""Function that lets a function write the file of a name in the run's folder."""
+
 
 def write_artifacts(
     plan: Plan,
     run_dir: Path,
     history: list[Record],
     attempt: AttemptCallback,
-    pictures: bool = True,
+    measurements: bool = True,
+    overview: bool = True,
 ) -> list[Path]:
     """Write the tables and pictures of a run.
 
@@ -39,7 +43,8 @@ def write_artifacts(
         history: the run's records; if empty, no table and no learning curve are written.
         attempt: calls the writer of each file under a title, so that a failure does not prevent the
             others.
-        pictures: whether pictures are drawn.
+        measurements: whether pictures of forgetting and of evaluated clients are drawn.
+        overview: whether the learning curve, the partition and the virtual clock are drawn.
 
     Returns:
         The existing files among ARTIFACT_FILES.
@@ -64,21 +69,16 @@ def write_artifacts(
             CLIENTS_FILE,
             lambda path: client_evaluation.read_clients(run_dir).to_parquet(path, index=False),
         )
-    if pictures:
-        _draw(plan, run_dir, history, write, attempt)
+    if overview:
+        _draw_overview(plan, history, write)
+    if measurements:
+        _draw_measurements(run_dir, write, attempt)
     return [path for name in ARTIFACT_FILES if (path := run_dir / name).exists()]
 
 
-def _draw(
-    plan: Plan,
-    run_dir: Path,
-    history: list[Record],
-    write: Callable[[str, Callable[[Path], object]], None],
-    attempt: AttemptCallback,
-) -> None:
-    """Draw the pictures of a run."""
-    # These modules import matplotlib, which is slow.
-    from raysim.diagnostics.plots import plot_forgetting
+def _draw_overview(plan: Plan, history: list[Record], write: WriteCallback) -> None:
+    """Draw the learning curve, the partition and the virtual clock."""
+    # This module imports matplotlib, which is slow.
     from raysim.runs.artifacts.plots import plot_learning_curve, plot_virtual_clock
 
     if history:
@@ -94,12 +94,18 @@ def _draw(
         scheduled := schedule.preview(plan.config, plan.clients.sizes_by_round, rounds_shown)
     ):
         write("arrivals.png", lambda path: plot_virtual_clock(scheduled, path))
+
+
+def _draw_measurements(run_dir: Path, write: WriteCallback, attempt: AttemptCallback) -> None:
+    """Draw forgetting and the evaluated clients, if they were measured."""
     forgotten: dict[int, dict[str, list[float]]] = {}
     attempt(
         "the measurements of forgetting cannot be read",
         lambda: forgotten.update(forgetting.read_forgetting(run_dir)),
     )
     if forgotten:
+        from raysim.diagnostics.plots import plot_forgetting
+
         write("forgetting.png", lambda path: plot_forgetting(forgotten, path))
     if client_evaluation.tables(run_dir):
         from raysim.runs.artifacts.client_plots import plot_clients
