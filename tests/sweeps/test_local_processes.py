@@ -159,9 +159,6 @@ def test_what_a_trial_has_started_ends_with_its_sweep(here: Path):
     how = "os.system('sleep 900 & echo $! > new; mv new child'); import time; time.sleep(900)"
     Path("bad.py").write_text(BAD.format(how=how))
 
-    def all_started() -> bool:
-        return sum('"start"' in spool for spool in spools()) == 2
-
     def watch(trial, state, facts):
         if state == "finished":
             until(child.exists, 100, "the other trial does not train")
