@@ -18,6 +18,7 @@ from torch.utils.data import (
     StackDataset,
     Subset,
     TensorDataset,
+    random_split,
 )
 
 from raysim.data import import_torchvision
@@ -259,7 +260,7 @@ def test_targets_where_there_is_no_token_are_refused():
         ([X, Y, Y], "the training examples are a list of 3; expected"),
         ([{"x": X[0], "label": 1}] * 3, "training example 0 has the unknown key 'label'"),
         ([(X[0], [[1], [2, 3]])] * 3, "the training examples are a list of 3; expected"),
-        ([TENSORS, TENSORS, TENSORS], "these are 3 sets of examples, as if each client .*train.*client: set.* validation .* out"),
+        ([(X, Y), (X, Y), (X, Y)], "these are 3 sets of examples, as if each client .*train.*client: set.* validation .* out"),
         (DataLoader(TENSORS), r"the training examples are a DataLoader.*\(its attribute dataset\)"),
         (Listed(((X[0], X[1]), 0), ((X[2], X[3]), 1)), "x_test is one array, and x has the inputs 0, 1"),
         (Listed(({"a": X[0], "b": X[1]}, 0), (X[2], 1)), r"x of training example 1 has other inputs than \['a', 'b'\]"),
@@ -328,6 +329,14 @@ def test_examples_of_each_client_are_those_of_users(form):
     ):
         data = made(content)
         assert data.digest == truth.digest and data.group_names == truth.group_names
+
+
+def test_a_list_of_data_sets_is_that_of_clients():
+    parts = random_split(TENSORS, [2, 3, 1], torch.Generator().manual_seed(0))
+    positions = [k for part in parts for k in part.indices]
+    of_all = {"train": (X[positions], Y[positions]), "test": (X, Y), "users": [0, 0, 1, 1, 1, 2]}
+    assert made({"train": parts, "test": TENSORS}).digest == made(of_all).digest
+    assert made({"train": parts[:2], "test": TENSORS}).group_names == ("0", "1")
 
 
 def test_examples_of_each_client_may_have_several_inputs():

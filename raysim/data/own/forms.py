@@ -5,7 +5,8 @@ These are read:
 - x, y, x_test, y_test in a row, or in a mapping with these keys;
 - a training and a test half in a row, or in a mapping with the keys train and test. A half is a
   pair (x, y), a mapping with the keys x and y, a map-style torch data set, a Hugging Face data set
-  with the columns x and y, or a mapping of clients to such halves of their own;
+  with the columns x and y, a mapping of clients to such halves of their own, or a list of the
+  clients' data sets;
 - a mapping of clients to their mappings with the keys train and test.
 
 A mapping may also have `users`, `users_test`, `public` and `classes`. The examples of a torch data
@@ -139,6 +140,8 @@ class FormReader(ArrayReader):
                 if not is_one and half and all(map(_is_half, half.values())):
                     return self._of_clients(half, split)
                 return self._entries(half, f"the {split} half")
+            case [*parts] if parts and all(map(_is_data_set, parts)):
+                return self._of_clients(dict(enumerate(parts)), split)
             case [x, y] if not (isinstance(half, list) and _are_labelled(half)):
                 return x, y, None
             case [*parts] if parts and _are_examples(parts):
@@ -209,8 +212,9 @@ class FormReader(ArrayReader):
         Args:
             half: the half, in one of the known forms.
         """
-        if isinstance(half, Mapping) and half and all(map(_is_data_set, half.values())):
-            half = torch.utils.data.ConcatDataset(half.values())
+        parts = [*half.values()] if isinstance(half, Mapping) else half
+        if isinstance(parts, tuple | list) and parts and all(map(_is_data_set, parts)):
+            half = torch.utils.data.ConcatDataset(parts)
         return class_names(half, self.place) if _is_data_set(half) else ()
 
     def _entries(self, entries: Mapping[Any, Any], place: str) -> Half:
