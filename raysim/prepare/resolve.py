@@ -30,7 +30,7 @@ from raysim.prepare import configured_probes, file_digests
 from raysim.prepare.absolute_paths import with_absolute_paths
 from raysim.prepare.checks import logged_metrics, machine
 from raysim.prepare.checks import rules as rule_checks
-from raysim.prepare.checks.clients import check_client_evaluation, check_cohort
+from raysim.prepare.checks.clients import check_client_evaluation, check_cohort, note_unused_users
 from raysim.prepare.checks.net import note_pixels
 from raysim.prepare.checks.task import note_absent_classes
 from raysim.prepare.dry_run import client_rule, learning_task, server_rule
@@ -80,6 +80,7 @@ def log_notes(raw: Mapping[str, Any], plan: Plan) -> None:
         rule_checks.note_averaged_statistics(plan)
     note_pixels(raw, plan.config, plan.dataset)
     note_absent_classes(plan.learning_task, plan.dataset)
+    note_unused_users(raw, plan.config, plan.dataset)
 
 
 def read_run_config(

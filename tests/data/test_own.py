@@ -251,6 +251,25 @@ def test_a_note_names_classes_without_a_training_example(config, caplog):
     assert "labels without a training example: 1, 3; 20 of the 40 test examples" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("partition", "is_noted"),
+    [
+        ({"clients": 4}, True),
+        ({"name": "iid", "clients": 4}, False),
+        ("natural", False),
+    ],
+)
+def test_a_note_says_that_a_default_partition_makes_no_clients_of_users(
+    config, caplog, partition, is_noted
+):
+    caplog.set_level(logging.INFO, "raysim.notes")
+    x, y = RNG.normal(size=(40, 4)), np.arange(40) % 2
+    of_each = {name: (x[k::4], y[k::4]) for k, name in enumerate("abcd")}
+    data = named_inputs({"data": {"train": of_each, "test": (x, y)}})["data"]
+    prepare({**config, "data": data, "partition": partition, "model": "logistic"})
+    assert ("have 4 users, and partition 'iid', the default" in caplog.text) is is_noted
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +14,11 @@ from raysim.config.sections.schedule import (
     SamplingBySamples,
     Sync,
 )
+from raysim.data import Dataset
 from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.errors import ConfigError
 from raysim.spelling import did_you_mean, lacking
+from raysim.system import startup_stages
 
 logger = logging.getLogger("raysim")
 
@@ -86,6 +90,25 @@ def warn_of_empty_clients(
         clients.n_training,
         clients.n_nonempty,
     )
+
+
+def note_unused_users(raw: Mapping[str, Any], config: Config, dataset: Dataset) -> None:
+    """Log that clients are not the users of the data, unless a partition is named.
+
+    Args:
+        raw: the configuration of the run, before its defaults were written out.
+        config: the same with its defaults.
+        dataset: the data set.
+    """
+    given = raw.get("partition") or {}
+    is_named = not isinstance(given, Mapping) or "name" in given
+    if dataset.groups is not None and not is_named:
+        startup_stages.notes.info(
+            "the training examples have %d users, and partition '%s', the default, makes other "
+            "clients of them; partition=natural makes each user a client",
+            len(np.unique(dataset.groups)),
+            config.partition.name,
+        )
 
 
 def check_client_evaluation(config: Config) -> None:
