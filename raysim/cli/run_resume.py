@@ -134,6 +134,8 @@ def _execute_and_print(
     shown = done.run_dir.relative_to(here) if done.run_dir.is_relative_to(here) else done.run_dir
     console.tell(f"run directory  {shown}")
     console.tell(f"digest         {done.digest}")
+    if done.state_digest and plan.clients_have_models:
+        console.tell(f"state digest   {done.state_digest}")
     if done.run_id:
         hint = ui.hint(plan.config.tracking, done.run_id)
         console.tell(f"open in MLflow {hint}")

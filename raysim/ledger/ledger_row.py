@@ -64,6 +64,8 @@ class Row:
     """Reason why the trial was stopped early, or ""."""
     early_stopping: Mapping[str, Any] | None = None
     """Settings by which the trial was stopped early."""
+    state_digest: str = ""
+    """sha256 of what server and clients keep, see `RunResult`; "" in older rows."""
     place: str = field(default="", compare=False)
     """File and line of the row."""
 
@@ -104,6 +106,8 @@ def as_line(row: Row) -> str:
     del content["place"]
     if not row.stopped:
         del content["stopped"], content["early_stopping"]
+    if not row.state_digest:
+        del content["state_digest"]
     return _json({**content, "check": _checksum(content)})
 
 

@@ -40,11 +40,12 @@ class Recomputed:
     """sha256 of the parameters that this machine computed."""
 
     difference: str = ""
-    """A metric of clients' own models that differs, of which the parameters tell nothing."""
+    """What else differs, of which the parameters tell nothing: the state of server or clients, or
+    in an older row a metric of clients' own models."""
 
     @property
     def same(self) -> bool:
-        """True if the digests are equal, and the metrics of clients' own models."""
+        """True if the digests are equal, and nothing else differs."""
         return self.digest == self.row.digest and not self.difference
 
     @property
@@ -120,8 +121,8 @@ def _today(raw: Mapping[str, Any]) -> Config:
 def recompute(row: Row, keys: Mapping[str, Any] | None = None) -> Recomputed:
     """Train the run of a row again, in this process, without MLflow and needless evaluations.
 
-    Where clients have models of their own, their metrics are computed and compared as well: the
-    global model may be the initial one in all rounds.
+    The digest of the parameters says nothing of what clients keep, such as models of their own. A
+    row has one of that, too; of an older row the metrics of such models are compared.
 
     Args:
         row: a row.
@@ -136,7 +137,8 @@ def recompute(row: Row, keys: Mapping[str, Any] | None = None) -> Recomputed:
     """
     raw = _bare(row.config)
     plan = prepare(raw, keys or {}, tracked=False)
-    if plan.clients_have_models:
+    compares_metrics = plan.clients_have_models and not row.state_digest
+    if compares_metrics:
         plan = prepare({**raw, "evaluate": row.config["evaluate"]}, keys or {}, tracked=False)
     if plan.config.fingerprint != row.fingerprint:
         changes = _changes(row.config, plan.config) or "its files have changed"
@@ -149,7 +151,9 @@ def recompute(row: Row, keys: Mapping[str, Any] | None = None) -> Recomputed:
             f"rounds={plan.config.rounds} out"
         )
     result = _trained(plan)
-    difference = _other_metric(row, result.history) if plan.clients_have_models else ""
+    difference = _other_metric(row, result.history) if compares_metrics else ""
+    if row.state_digest and row.state_digest != result.state_digest:
+        difference = "what server or clients keep is other"
     return Recomputed(row, result.digest, difference)
 
 

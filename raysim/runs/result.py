@@ -59,6 +59,9 @@ logger = logging.getLogger("raysim")
 PARAMETER_ORDER_KEY = "parameters"
 """Metadata key of the parameter file: the names in the order of the flat vector, as JSON."""
 
+STATE_DIGEST_KEY = "state_digest"
+"""Metadata key of the parameter file: `RunResult.state_digest`."""
+
 
 @dataclass(repr=False)
 class RunResult:
@@ -82,6 +85,9 @@ class RunResult:
     """Wall-clock seconds of the call; of a loaded run, the seconds of its rounds."""
     stopped: str = ""
     """Why the run ended before its last round; empty if all rounds are done."""
+    state_digest: str = ""
+    """sha256 of the server's whole state and of what each client keeps, such as a model of its own;
+    empty for a run that was stopped."""
 
     def __post_init__(self) -> None:
         # A script may change its working directory.
@@ -221,6 +227,7 @@ class RunResult:
             "seconds": round(self.seconds, 3),
             "clients_per_second": round(self.clients_per_second, 3),
             "digest": self.digest,
+            **({"state_digest": self.state_digest} if self.state_digest else {}),
             **({"stopped": self.stopped} if self.stopped else {}),
             **({"early_stop": self.early_stop} if self.early_stop else {}),
         }
@@ -323,6 +330,23 @@ def parameters_digest(x: Tensor) -> str:
     return hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()
 
 
+def digest_of_state(server: Mapping[str, Tensor], checksums: np.ndarray) -> str:
+    """Return the sha256 of the state that a run has at its end.
+
+    Args:
+        server: the server's state, as `Server.snapshot` returned it.
+        checksums: the CRC-32 of what each client keeps, int64 [N]; -1 for nothing.
+
+    Returns:
+        The digest in hexadecimal.
+    """
+    whole = hashlib.sha256(checksums.tobytes())
+    for name, tensor in sorted(server.items()):
+        whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        whole.update(tensor.contiguous().numpy().tobytes())
+    return whole.hexdigest()
+
+
 def total(history: Iterable[Record], metric: str) -> float:
     """Return the sum of a metric over the rounds that log it.
 
@@ -380,7 +404,7 @@ def load(run: str | Path, *, tracking_uri: str | None = None, **objects: Any) ->
                 f"{folder}: {HISTORY_FILE} is missing, as after a kill at the end of a run; "
                 f"`raysim resume {shlex.quote(str(folder))}` writes it"
             )
-        named, x = _read_parameters(folder / PARAMETERS_FILE)
+        named, x, state_digest = _read_parameters(folder / PARAMETERS_FILE)
         history = read_history(folder / HISTORY_FILE)
         stopped = ""
     else:
@@ -394,28 +418,31 @@ def load(run: str | Path, *, tracking_uri: str | None = None, **objects: Any) ->
         history = saved.facts["history"]
         named = loaded_plan(folder).state_dict(saved.server, x)
         stopped = f"stopped after round {saved.facts['round']} of {config.rounds}"
+        state_digest = ""
     seconds = total(history, "system/round_seconds")
+    digest = parameters_digest(x)
     return RunResult(
-        run_id, folder, config, history, x, named, parameters_digest(x), seconds, stopped
+        run_id, folder, config, history, x, named, digest, seconds, stopped, state_digest
     )
 
 
-def write_parameters(plan: Plan, named: dict[str, Tensor], folder: Path) -> None:
+def write_parameters(plan: Plan, named: dict[str, Tensor], state_digest: str, folder: Path) -> None:
     """Write the final parameters and BatchNorm statistics into the run's folder.
 
     Args:
         plan: the run's plan.
         named: parameters and statistics by name.
+        state_digest: see `RunResult`.
         folder: the run's folder.
 
     Raises:
         Unwritable: the file cannot be written, for example because the disk is full. The last
             checkpoint still contains the parameters.
     """
-    order = json.dumps(plan.problem.names)
+    facts = {PARAMETER_ORDER_KEY: json.dumps(plan.problem.names), STATE_DIGEST_KEY: state_digest}
     try:
         with files.whole(folder / PARAMETERS_FILE) as partial:
-            save_file(named, partial, {PARAMETER_ORDER_KEY: order})
+            save_file(named, partial, facts)
     except (OSError, SafetensorError) as error:
         why = files.why_unwritable(folder, error, "make room and `raysim resume` writes it")
         raise checkpoint.Unwritable(
@@ -423,15 +450,17 @@ def write_parameters(plan: Plan, named: dict[str, Tensor], folder: Path) -> None
         ) from None
 
 
-def _read_parameters(path: Path) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the final parameters by name, and as one vector."""
+def _read_parameters(path: Path) -> tuple[dict[str, Tensor], Tensor, str]:
+    """Return the final parameters by name, and as one vector, and the digest of the state."""
     try:
         with safe_open(path, "pt") as file:
             # `file` is not a mapping, so it cannot be iterated without keys().
             named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            order = json.loads(file.metadata()[PARAMETER_ORDER_KEY])
-        in_order = {name: named[name] for name in order}  # the file's names are sorted
-        return {**in_order, **named}, torch.cat([value.flatten() for value in in_order.values()])
+            facts = file.metadata()
+        # The file's names are sorted.
+        in_order = {name: named[name] for name in json.loads(facts[PARAMETER_ORDER_KEY])}
+        x = torch.cat([value.flatten() for value in in_order.values()])
+        return {**in_order, **named}, x, facts.get(STATE_DIGEST_KEY, "")
     except (OSError, SafetensorError, TypeError, KeyError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error!r}); put it back, or run it again"

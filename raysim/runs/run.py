@@ -29,7 +29,13 @@ from raysim.runs.artifacts.export import log_models
 from raysim.runs.artifacts.written_files import write_artifacts
 from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.python_inputs import named_inputs, named_source
-from raysim.runs.result import RunResult, best_figures, parameters_digest, write_parameters
+from raysim.runs.result import (
+    RunResult,
+    best_figures,
+    digest_of_state,
+    parameters_digest,
+    write_parameters,
+)
 from raysim.runs.run_dir import (
     RESULT_FILES,
     STORE_TO_KEEP,
@@ -388,9 +394,11 @@ class _OpenRun:
         plan = self.plan
         x = evaluated_params(engine.final)
         named = plan.state_dict(engine.final, x)
+        state_digest = ""
         # The parameter file marks a finished run. A stopped run has them in its checkpoint.
         if not engine.stopped:
-            write_parameters(plan, named, self.run_dir)
+            state_digest = digest_of_state(engine.final, engine.store.checksums())
+            write_parameters(plan, named, state_digest, self.run_dir)
         result = RunResult(
             engine.run_id,
             self.run_dir,
@@ -401,13 +409,16 @@ class _OpenRun:
             parameters_digest(x),
             seconds,
             engine.stopped,
+            state_digest,
         )
         self.end.result = result
         if engine.last_evaluation:
             self.tracker.metrics(engine.last_evaluation, step=result.rounds)
         self.tracker.metrics(best_figures(result.metrics), step=result.rounds)
         self.tracker.tags(
-            {"stopped_early": result.stopped} if result.stopped else {"digest": result.digest}
+            {"stopped_early": result.stopped}
+            if result.stopped
+            else {"digest": result.digest, "state_digest": state_digest}
         )
         if engine.ended:
             logger.info("the run ends early: %s", engine.ended)

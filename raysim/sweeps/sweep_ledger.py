@@ -187,6 +187,7 @@ def _row_of(trial: Trial) -> Row:
         kept_history(trial.history()),
         result.get("stopped", ""),
         result.get("early_stopping"),
+        result.get("state_digest", ""),
     )
 
 
@@ -199,6 +200,7 @@ def _restore(trial: Trial, row: Row, ledger: Path, recorder: Recorder) -> None:
         "cpu_capability": row.cpu,
         **row.versions,
         "digest": row.digest,
+        **({"state_digest": row.state_digest} if row.state_digest else {}),
         "ledger": str(ledger),
         "run_dir": str(trial.folder),
         **labels_of(trial),
@@ -222,6 +224,7 @@ def _restore(trial: Trial, row: Row, ledger: Path, recorder: Recorder) -> None:
         "metrics": metrics,
         "seconds": row.seconds,
         "digest": row.digest,
+        **({"state_digest": row.state_digest} if row.state_digest else {}),
         "ledger": str(ledger),
     }
     if row.stopped:

@@ -191,8 +191,12 @@ def assert_same(one: RunResult, other: RunResult, one_name: str, other_name: str
 
 
 def _assert_same_records(one: RunResult, other: RunResult, one_name: str, other_name: str) -> None:
-    """Check parameters and last records of two runs, without metrics of the machine."""
+    """Check parameters, states and last records of two runs, without metrics of the machine."""
     assert_same(one, other, one_name, other_name)
+    assert one.state_digest == other.state_digest, (
+        f"{one_name} and {other_name} have the same parameters, but the server or a client keeps "
+        "other numbers"
+    )
     last, of_other = one.history[-1], other.history[-1]
     for name in sorted(last.keys() | of_other.keys()):
         values = last.get(name), of_other.get(name)

@@ -176,6 +176,7 @@ def test_json_is_the_last_line(raysim_, small, tmp_path):
         "seconds",
         "clients_per_second",
         "digest",
+        "state_digest",
     }
     assert found["rounds"] == 3 and found["run_dir"] == str(tmp_path / "run")
     assert set(found["metrics"]) == {"accuracy", "loss", "train_loss"}

@@ -186,7 +186,7 @@ def test_a_resumed_run_selects_the_same_clients(config, rules, tmp_path):
     part = tmp_path / "part"
     raysim.run(given, run_dir=str(part), progress=lambda record: record["round"] == 3)
     resumed = raysim.resume(part)
-    assert resumed.digest == whole.digest
+    assert resumed.state_digest == whole.state_digest
     for key in ("clients/candidates", "bytes_down"):
         assert [r.get(key) for r in resumed.history] == [r.get(key) for r in whole.history]
 
@@ -260,4 +260,4 @@ def test_candidates_without_a_selection_are_refused(config, rules):
 def test_two_actors_measure_the_same_losses(config, rules, recycled_actors, tmp_path):
     given = config(rules("Digits"))
     inline = raysim.run(given, run_dir=str(tmp_path / "inline"))
-    assert stopped_and_resumed(given, tmp_path / "part").digest == inline.digest
+    assert stopped_and_resumed(given, tmp_path / "part").state_digest == inline.state_digest

@@ -115,7 +115,7 @@ def test_frozen_weights_are_resumed_returned_and_counted(setup):
     whole = raysim.run({**config, "run_dir": config["run_dir"] + "-whole"})
     stopped = raysim.run({**config, "rounds": 2})
     resumed = resume(stopped.run_dir, {"rounds": 5})
-    assert resumed.digest == whole.digest
+    assert resumed.state_digest == whole.state_digest
     weight = whole.state_dict["1.weight"]
     assert torch.equal(resumed.state_dict["1.weight"], weight)
     plan = prepare(setup)
@@ -138,7 +138,7 @@ def test_two_actors_compute_the_same(schedule, setup, recycled_actors: None):
     alone = raysim.run(setup)
     resources = {"executor": "ray", "actors": 2, "threads": 1}
     two = raysim.run({**setup, "resources": resources, "run_dir": setup["run_dir"] + "-ray"})
-    assert two.digest == alone.digest
+    assert two.state_digest == alone.state_digest
     assert [r.get("loss") for r in two.history] == [r.get("loss") for r in alone.history]
 
 

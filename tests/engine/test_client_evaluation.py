@@ -326,7 +326,7 @@ def test_clients_of_a_group_are_named_in_the_table_and_may_be_excluded(setup):
 
     setup["evaluate"]["clients"]["exclude"] = "attackers"
     rest = raysim.run(setup, run_dir=setup["run_dir"] + "1")
-    assert rest.digest == whole.digest
+    assert rest.state_digest == whole.state_digest
     table = whole.clients[whole.clients["group"] != "attackers"].reset_index(drop=True)
     pd.testing.assert_frame_equal(rest.clients, table)
     rows, last = at(table, 2), rest.history[-1]
@@ -425,7 +425,7 @@ def test_blocks_of_a_killed_worker_are_evaluated_again(setup, rules, recycled_ac
     unharmed = raysim.run(setup, run_dir=setup["run_dir"] + "1")
     assert killed.history[-1]["system/actors_failed"] == 1
     assert unharmed.history[-1]["system/actors_failed"] == 0
-    assert killed.digest == unharmed.digest
+    assert killed.state_digest == unharmed.state_digest
     pd.testing.assert_frame_equal(killed.clients, unharmed.clients)
 
 

@@ -543,7 +543,7 @@ def history(done: RunResult, but: set[str]) -> list[dict[str, float]]:
 def test_a_run_does_not_depend_on_where_rows_lie(config, whole, tmp_path):
     done = raysim.run(config, **{"client_state.dir": str(tmp_path / "big")})
     assert done.config.fingerprint == whole.config.fingerprint
-    assert done.digest == whole.digest and history(done, TIMES | WHERE) == history(
+    assert done.state_digest == whole.state_digest and history(done, TIMES | WHERE) == history(
         whole, TIMES | WHERE
     )
     last, kept = done.history[-1], whole.history[-1]["system/client_state_bytes"]
@@ -564,7 +564,7 @@ def test_resumed_from_rows_on_disk(config, whole, tmp_path, memory):
     assert (tmp_path / "run" / "rows" / ROWS_FILE).stat().st_size >= 4 * P
     (tmp_path / "run").rename(tmp_path / "moved")
     done = resume(tmp_path / "moved", {"client_state.memory": memory})
-    assert done.digest == whole.digest == uninterrupted.digest
+    assert done.state_digest == whole.state_digest == uninterrupted.state_digest
     if memory == 2 * 4 * P:
         assert history(done, TIMES) == history(uninterrupted, TIMES)
     assert history(done, TIMES | WHERE) == history(whole, TIMES | WHERE)
@@ -579,7 +579,7 @@ def test_the_checkpoint_before_has_its_rows_too(config, whole, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         resume(tmp_path / "run", {"checkpoint.every": 1, "checkpoint.keep": 3}, progress=stop_at(5))
     assert checkpoint_rounds(tmp_path / "run") == [3, 4]
-    assert resume(tmp_path / "run").digest == whole.digest
+    assert resume(tmp_path / "run").state_digest == whole.state_digest
 
 
 def test_a_checkpoint_whose_rows_are_gone_is_refused_by_name(config, whole, tmp_path, caplog):
@@ -597,7 +597,7 @@ def test_a_checkpoint_whose_rows_are_gone_is_refused_by_name(config, whole, tmp_
     )
     assert "round-000007" in said[0]
     done = resume(tmp_path / "run")
-    assert done.digest == whole.digest
+    assert done.state_digest == whole.state_digest
     (tmp_path / "run" / "rows" / ROWS_FILE).unlink()
     with pytest.raises(RaysimError, match=r"none of the \d checkpoints in .* can be used"):
         resume(tmp_path / "run", {"rounds": 13})
@@ -617,7 +617,7 @@ def test_stopped_when_a_checkpoint_has_just_been_written(config, whole, tmp_path
     with pytest.raises(KeyboardInterrupt):
         raysim.run(config)
     assert checkpoint_rounds(tmp_path / "run") == [3]
-    assert resume(tmp_path / "run").digest == whole.digest
+    assert resume(tmp_path / "run").state_digest == whole.state_digest
 
 
 def test_a_full_disk_stops_a_run_that_can_go_on(config, whole, tmp_path):
@@ -630,7 +630,7 @@ def test_a_full_disk_stops_a_run_that_can_go_on(config, whole, tmp_path):
     with pytest.raises(RaysimError, match=rf"(?s){said}.*raysim resume"):
         raysim.run(config, progress=fill)
     (tmp_path / "aside").replace(tmp_path / "run" / "rows" / ROWS_FILE)
-    assert resume(tmp_path / "run").digest == whole.digest
+    assert resume(tmp_path / "run").state_digest == whole.state_digest
 
 
 def test_a_run_without_checkpoints_leaves_no_rows(config, tmp_path):

@@ -162,6 +162,6 @@ def test_actors_a_stop_and_blocks_do_not_change_the_bits(
 ):
     given = cases(config, source, **schedule)
     whole = raysim.run(given, run_dir=str(tmp_path / "whole"))
-    assert stopped_and_resumed(given, tmp_path / "part").digest == whole.digest
+    assert stopped_and_resumed(given, tmp_path / "part").state_digest == whole.state_digest
     large = {**given, "batching": {"mode": "loop", "size": 6}}
     assert raysim.run(large, run_dir=str(tmp_path / "large")).digest == whole.digest

@@ -188,7 +188,7 @@ def test_files_that_are_named_relative_to_a_folder_are_found_from_another_one(
     whole = raysim.run(given, rounds=2, run_dir=str(here / "whole"))
     done = raysim.run(given)
     monkeypatch.chdir("/")
-    assert raysim.resume(done.run_dir, {"rounds": 2}).digest == whole.digest
+    assert raysim.resume(done.run_dir, {"rounds": 2}).state_digest == whole.state_digest
     assert raysim.load(done.run_dir).net() is not None
     assert Path(export(done.run_dir, "torch", out=here / "net.pt")).is_file()
     assert prepare(done.run_dir / "config.yaml").config.fingerprint == fingerprints[0]

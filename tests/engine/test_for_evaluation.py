@@ -125,7 +125,7 @@ def test_a_resumed_run_evaluates_the_same(schedule, setup):
     stopped = raysim.run(setup, run_dir=folder, progress=lambda record: record["round"] == 2)
     assert stopped.stopped
     resumed = raysim.resume(folder)
-    assert resumed.digest == whole.digest
+    assert resumed.state_digest == whole.state_digest
     kinds = *EVALUATED, "server"
     assert figures(resumed, *kinds) == figures(whole, *kinds)
     pd.testing.assert_frame_equal(resumed.clients, whole.clients)
@@ -137,7 +137,7 @@ def test_two_actors_evaluate_the_bits_of_this_process(setup, recycled_actors):
     inline = raysim.run(setup, run_dir=setup["run_dir"] + "0")
     setup["resources"] = {"executor": "ray", "actors": 2, "cpus": 1}
     actors = raysim.run(setup, run_dir=setup["run_dir"] + "1")
-    assert actors.digest == inline.digest
+    assert actors.state_digest == inline.state_digest
     kinds = *EVALUATED, "server", "train_loss"
     names = [k for k in inline.history[-1] if k.startswith(kinds)]
     for ours, theirs in zip(inline.history, actors.history, strict=True):

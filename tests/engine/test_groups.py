@@ -167,7 +167,7 @@ def attacked(config, source, base):
 def test_actors_and_a_stop_do_not_change_the_bits(schedule, attacked, tmp_path, recycled_actors):
     given = {**attacked, "schedule": schedule}
     whole = raysim.run(given, run_dir=str(tmp_path / "whole"))
-    assert stopped_and_resumed(given, tmp_path / "part").digest == whole.digest
+    assert stopped_and_resumed(given, tmp_path / "part").state_digest == whole.state_digest
 
 
 def test_groups_and_the_files_that_they_name_are_part_of_the_identity(attacked, tmp_path):

@@ -197,7 +197,7 @@ def test_a_resumed_run_goes_on_with_the_task_of_its_round(schedule, stopped_afte
     whole = raysim.run({**config, "run_dir": config["run_dir"] + "-whole"})
     stopped = raysim.run({**config, "rounds": stopped_after})
     resumed = resume(stopped.run_dir, {"rounds": 7})
-    assert resumed.digest == whole.digest
+    assert resumed.state_digest == whole.state_digest
     for one, other in zip(resumed.history, whole.history, strict=True):
         assert {k: v for k, v in one.items() if k.startswith("tasks/")} == {
             k: v for k, v in other.items() if k.startswith("tasks/")
@@ -213,7 +213,7 @@ def test_two_actors_compute_the_same(schedule, setup, recycled_actors: None):
     resources = {"executor": "ray", "actors": 2, "threads": 1}
     run_dir = setup["run_dir"] + "-ray"
     two = raysim.run({**setup, "schedule": schedule, "resources": resources, "run_dir": run_dir})
-    assert two.digest == alone.digest
+    assert two.state_digest == alone.state_digest
 
 
 def test_accuracies_of_tasks_and_forgetting(setup, engine):

@@ -157,7 +157,7 @@ def test_it_sees_what_clients_do_and_changes_nothing(where, config, source, tmp_
     }
     done = raysim.run(with_probes(observed, drift))
     without = raysim.run({**config, "run_dir": str(tmp_path / "without")})
-    assert done.digest == without.digest
+    assert done.state_digest == without.state_digest
     for t in (0, 2):
         deltas = [
             one.uploads["delta"] for one in recorded_updates.read_observations(done.run_dir, t)
@@ -229,7 +229,9 @@ def test_one_that_raises_ends_the_run_in_one_message_and_nothing_is_lost(
     if method in ("request", "measure", "metrics"):
         assert available_checkpoints(folder), "the rounds that were done are not saved"
     done = resume(folder, {"evaluate.probes": []})
-    assert done.digest == plain.digest and timeless(done.history) == timeless(plain.history)
+    assert done.state_digest == plain.state_digest and timeless(done.history) == timeless(
+        plain.history
+    )
 
 
 SELECTING = program("probes_selecting")
@@ -247,7 +249,7 @@ def test_no_checkpoint_holds_a_server_that_is_a_round_ahead(config, source, tmp_
     )
     with pytest.raises(ProbeError, match="request of probe 'Broken' failed"):
         raysim.run(broken)
-    assert resume(folder, {"evaluate.probes": []}).digest == plain.digest
+    assert resume(folder, {"evaluate.probes": []}).state_digest == plain.state_digest
 
 
 @pytest.mark.ray

@@ -102,7 +102,7 @@ def test_a_run_uses_the_sampled_clients_and_resumes(sampling, tmp_path):
         config, run_dir=str(tmp_path / "part"), progress=lambda record: record["round"] == 1
     )
     assert stopped.stopped
-    assert raysim.resume(tmp_path / "part").digest == whole.digest
+    assert raysim.resume(tmp_path / "part").state_digest == whole.state_digest
     uniform = raysim.run({**config, "schedule": {"cohort": 3}}, run_dir=str(tmp_path / "uniform"))
     assert uniform.digest != whole.digest
 

@@ -845,7 +845,9 @@ def test_resumed_is_uninterrupted(tracked, tmp_path, recycled_actors, algorithm)
     on_actors = {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 300}
     for folder, overrides in (("run", {}), ("copy", {"resources": on_actors})):
         done = resume(tmp_path / folder, overrides)
-        assert done.digest == whole.digest and torch.equal(done.parameters, whole.parameters)
+        assert done.state_digest == whole.state_digest and torch.equal(
+            done.parameters, whole.parameters
+        )
         shared = [
             {k: record[k] for k in before}
             for before, record in zip(whole.history, done.history, strict=True)

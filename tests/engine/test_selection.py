@@ -227,7 +227,7 @@ def test_a_run_that_stops_and_resumes_selects_the_same_clients(
     whole = raysim.run(given, run_dir=str(tmp_path / "whole"))
     part = tmp_path / "part"
     raysim.run(given, run_dir=str(part), progress=lambda record: record["round"] == stop)
-    assert raysim.resume(part).digest == whole.digest
+    assert raysim.resume(part).state_digest == whole.state_digest
 
 
 @pytest.mark.parametrize("rule", ["Prepares", "PreparesFirst"])
@@ -301,4 +301,4 @@ def test_what_excludes_a_selection_refuses_it_by_name(sections, message, config,
 def test_two_actors_select_the_same_clients(config, rules, recycled_actors, tmp_path):
     given = config(rules("Worst"), rounds=4)
     inline = raysim.run(given, run_dir=str(tmp_path / "inline"))
-    assert stopped_and_resumed(given, tmp_path / "part").digest == inline.digest
+    assert stopped_and_resumed(given, tmp_path / "part").state_digest == inline.state_digest

@@ -150,7 +150,7 @@ def chaotic(config: dict[str, Any], chaos: Chaos, monkeypatch: pytest.MonkeyPatc
         log=lambda text: None,
     )
     assert told == list(range(rounds + 1))
-    assert done.digest == whole.digest
+    assert done.state_digest == whole.state_digest
     assert timeless(done.history) == timeless(whole.history)
     kinds = Counter(kind for _, _, kind in chaos.struck)
     last = done.history[-1]
@@ -313,7 +313,9 @@ def test_an_actor_killed_while_it_takes_another_ones_place_does_not_show(
     monkeypatch.setattr(experiment, "choose", lambda plan, log: Stalked(log))
     resources = {"executor": "ray", "actors": 2, "cpus": 0.5, "timeout": 120}
     done = experiment.execute(prepare({**config, "resources": resources}), log=lambda text: None)
-    assert done.digest == whole.digest and timeless(done.history) == timeless(whole.history)
+    assert done.state_digest == whole.state_digest and timeless(done.history) == timeless(
+        whole.history
+    )
     last = done.history[-1]
     assert (last["system/server_restarts"], last["system/actors_failed"]) == (
         (2, 0) if kind == "ServerActor" else (0, 2)

@@ -146,7 +146,7 @@ def test_a_run_goes_on_from_an_earlier_checkpoint_to_the_same_end(stopped, halfw
     ):
         damage(path / "clients.safetensors")
     done = resume(stopped)
-    assert done.digest == halfway[1].digest and timeless(done.history) == timeless(
+    assert done.state_digest == halfway[1].state_digest and timeless(done.history) == timeless(
         halfway[1].history
     )
 
@@ -238,7 +238,7 @@ def test_the_run_stops_where_a_checkpoint_is_required(uri, tmp_path, what):
         path.name for path in checkpoint.checkpoints_folder(tmp_path / "run").iterdir()
     ) == [checkpoint.checkpoint_name(t) for t in there]
     assert run_in_state(uri, tmp_path.name, "FAILED")
-    assert resume(tmp_path / "run").digest == whole.digest
+    assert resume(tmp_path / "run").state_digest == whole.state_digest
 
 
 def run_in_state(uri: str, experiment: str, status: str) -> list[Any]:

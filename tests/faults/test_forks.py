@@ -104,7 +104,9 @@ def test_a_fork_is_a_new_run_under_the_old_one(config, uri, tmp_path, monkeypatc
     told: list[float] = []
     done = fork("run", {"local.lr": 0.2}, progress=lambda record: told.append(record["round"]))
     assert done.run_dir.resolve() != tmp_path / "run" and done.run_id != old
-    assert done.digest == wanted.digest and timeless(done.history) == timeless(wanted.history)
+    assert done.state_digest == wanted.state_digest and timeless(done.history) == timeless(
+        wanted.history
+    )
     assert told == list(range(10))
     run = client_of(uri).get_run(done.run_id)
     tags = run.data.tags
@@ -134,7 +136,7 @@ def test_a_fork_that_is_killed_goes_on_under_its_own_id(config, uri, tmp_path, m
     with pytest.raises(KeyboardInterrupt):
         fork("run", {"local.lr": 0.2, "run_dir": "half"}, progress=progress)
     done = resume("half")
-    assert done.digest == whole.digest and done.run_id not in (
+    assert done.state_digest == whole.state_digest and done.run_id not in (
         whole.run_id,
         id_of(tmp_path / "run"),
     )

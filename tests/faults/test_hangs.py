@@ -92,7 +92,9 @@ def test_actors_that_hang_are_replaced(uri, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(experiment, "choose", lambda plan, log: Hanging(log))
     resources = {"executor": "ray", "actors": 2, "cpus": 0.5, "timeout": TIMEOUT}
     done = experiment.execute(prepare({**config, "resources": resources}), log=messages.append)
-    assert done.digest == whole.digest and timeless(done.history) == timeless(whole.history)
+    assert done.state_digest == whole.state_digest and timeless(done.history) == timeless(
+        whole.history
+    )
     last = done.history[-1]
     assert (last["system/actors_failed"], last["system/server_restarts"]) == (2, 1) and last[
         "system/blocks_retried"
@@ -125,7 +127,7 @@ def test_a_server_that_dies_is_no_death_of_the_workers(uri, tmp_path, monkeypatc
     resources = {"executor": "ray", "actors": 2, "cpus": 0.5}
     messages: list[str] = []
     done = experiment.execute(prepare({**config, "resources": resources}), log=messages.append)
-    assert done.digest == whole.digest and messages == []
+    assert done.state_digest == whole.state_digest and messages == []
     last = done.history[-1]
     assert (last["system/actors_failed"], last["system/server_restarts"]) == (0, 1)
 

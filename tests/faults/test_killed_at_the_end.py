@@ -52,7 +52,7 @@ def test_resume_closes_a_run_that_was_killed_at_its_end(
         assert abandoned.finish_abandoned([folder]) == [folder]
         assert run_in(uri, tmp_path.name).info.status == "FAILED"
     done = resume(folder)
-    assert done.digest == whole.digest and not done.stopped
+    assert done.state_digest == whole.state_digest and not done.stopped
     assert timeless(read_history(folder / "history.csv")) == timeless(whole.history)
     run = run_in(uri, tmp_path.name)
     assert run.info.status == "FINISHED" and not run.data.tags["error"]

@@ -83,7 +83,9 @@ def test_a_dropped_client_is_as_one_that_raised(poisoned, tmp_path, recycled_act
         poisoned("raise ValueError('poison')", FIRST), drop, run_dir=str(tmp_path / "inline")
     )
     done = raysim.run(poisoned("os._exit(9)", FIRST), drop, resources=RAY)
-    assert done.digest == raised.digest and timeless(done.history) == timeless(raised.history)
+    assert done.state_digest == raised.state_digest and timeless(done.history) == timeless(
+        raised.history
+    )
     assert sum(record["clients/failed"] for record in done.history[1:]) == 1
     last = done.history[-1]
     assert last["system/actors_failed"] == 3 and last["system/server_restarts"] == 0

@@ -65,7 +65,7 @@ def test_an_example_resumes_with_the_same_bits_in_asynchronous_rounds(example, h
     part = {**config, "run_dir": str(here / "part")}
     raysim.run(part, progress=lambda record: record["round"] == 1, tracking=False)
     resumed = execute(*reopen(here / "part"), tracker=Untracked())
-    assert resumed.digest == whole.digest
+    assert resumed.state_digest == whole.state_digest
     for one, other in zip(whole.history, resumed.history, strict=True):
         names = [name for name in one if name.startswith(("clients/", "train_loss", "server/"))]
         assert all(one[name] == other[name] for name in names), one["round"]

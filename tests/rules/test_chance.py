@@ -83,7 +83,7 @@ def test_a_resumed_run_draws_the_same(config, base, tmp_path):
     part = raysim.run(
         given, run_dir=str(tmp_path / "part"), progress=lambda record: record["round"] == 1
     )
-    assert part.stopped and raysim.resume(tmp_path / "part").digest == whole.digest
+    assert part.stopped and raysim.resume(tmp_path / "part").state_digest == whole.state_digest
     other = raysim.run({**given, "seed": 5}, run_dir=str(tmp_path / "other"))
     assert other.digest != whole.digest
 

@@ -215,7 +215,7 @@ def test_a_run_of_an_installed_method_is_resumed(small, install, given):
     stopped = raysim.run(small, algorithm=given, rounds=1)
     config = yaml.safe_load((stopped.run_dir / "config.yaml").read_text())
     assert config["client"]["name"] == "halfpkg:HalfClient"
-    assert raysim.resume(stopped.run_dir, {"rounds": 2}).digest == whole.digest
+    assert raysim.resume(stopped.run_dir, {"rounds": 2}).state_digest == whole.state_digest
 
 
 def test_a_rule_that_no_name_finds_is_refused(small, install):

@@ -305,7 +305,7 @@ def test_a_resumed_run_is_the_same(schedule, run, base, tmp_path):
     part = raysim.run(
         given, run_dir=str(tmp_path / "part"), progress=lambda record: record["round"] == 2
     )
-    assert part.stopped and raysim.resume(tmp_path / "part").digest == whole.digest
+    assert part.stopped and raysim.resume(tmp_path / "part").state_digest == whole.state_digest
 
 
 def test_stages_of_uploads_see_the_shared_parameters_only(run):

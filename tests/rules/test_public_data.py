@@ -257,7 +257,7 @@ def test_two_actors_and_a_resumed_run_give_the_same_bits(config, shown, recycled
     ray = {**given, "resources": {"executor": "ray", "actors": 2, "threads": 1}}
     part = tmp_path / "part"
     raysim.run(ray, run_dir=str(part), progress=lambda record: record["round"] == 2)
-    assert raysim.resume(part).digest == inline.digest
+    assert raysim.resume(part).state_digest == inline.state_digest
 
 
 @pytest.mark.parametrize("buffers", ["averaged", "personal"])

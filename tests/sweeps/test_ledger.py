@@ -189,18 +189,23 @@ def test_a_row_of_a_run_with_clients_that_never_train_is_computed_again(here):
 
 
 @pytest.mark.parametrize("algorithm", ["local_only", "ditto"])
-def test_a_row_of_clients_with_models_of_their_own_is_checked_by_their_metrics(algorithm, here):
+def test_a_row_of_clients_with_models_of_their_own_is_checked_by_these(algorithm, here):
     """The digest is that of the global model: the initial one, or that of FedAvg."""
     keys = {"algorithm": algorithm, "evaluate": {"every": 0, "clients": {"every": 2}}}
     partition = {"name": "iid", "clients": 8, "test": {"fraction": 0.2}}
     train(swept(sweep={"local.lr": [0.05]}, partition=partition, **keys))
     (row,) = read_rows([LEDGER], fail)
     assert recompute(row).same
+    again = recompute(changed(row, state_digest="0" * 64))
+    assert not again.same and again.digest == row.digest
+    assert "the same digest, but what server or clients keep is other" in again.text
+    older = changed(row, state_digest="")
+    assert recompute(older).same
     for metric in ("clients/accuracy", "train_loss"):
         series = {**row.history[metric]}
         last = max(series)
         series[last] += 0.01
-        again = recompute(changed(row, history={**row.history, metric: series}))
+        again = recompute(changed(older, history={**row.history, metric: series}))
         assert not again.same and again.digest == row.digest
         assert f"the same digest, but {metric} in round {last} is" in again.text
 

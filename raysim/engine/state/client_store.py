@@ -143,6 +143,13 @@ class ClientStateStore:
         """Size of the rows on disk in bytes, without older versions that checkpoints need."""
         return int(np.count_nonzero(self._slots >= 0)) * self._row_bytes
 
+    def checksums(self) -> np.ndarray:
+        """Return the CRC-32 of each client's row, int64 [N]; -1 for clients without one."""
+        sums = np.where(self._slots >= 0, self._sums.astype(np.int64), -1)
+        for client in self._places:
+            sums[client] = _checksum(self._in_memory(client))
+        return sums
+
     def close(self, checkpoints: Iterable[np.ndarray] = ()) -> None:
         """Remove the file, unless a kept checkpoint needs it.
 
@@ -280,14 +287,12 @@ class ClientStateStore:
                 "or raise client_state.memory"
             )
         slot = self._free[-1] if self._free else self._end
-        checksum = 0
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             with open(os.open(self.dir / ROWS_FILE, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
                 file.seek(slot * self._row_bytes)
                 for array in row.values():
                     file.write(array.data)
-                    checksum = zlib.crc32(array.data, checksum)
         except OSError as error:
             raise self._unwritable(
                 f"the row of client {client} ({self._row_bytes / 1e6:.1f} MB)", error
@@ -297,7 +302,7 @@ class ClientStateStore:
         else:
             self._end += 1
         self._slots[client] = slot
-        self._sums[client] = checksum
+        self._sums[client] = _checksum(row)
         self._unsynced = True
 
     def _from_disk(self, client: int) -> StoredState:
@@ -305,17 +310,15 @@ class ClientStateStore:
         assert self.dir is not None
         slot = int(self._slots[client])
         n_bytes_read = 0
-        checksum = 0
         row = {k: np.empty(v.shape[1:], v.dtype) for k, v in self._rows.items()}
         try:
             with open(self.dir / ROWS_FILE, "rb") as file:
                 file.seek(slot * self._row_bytes)
                 for array in row.values():
                     n_bytes_read += file.readinto(array.data)
-                    checksum = zlib.crc32(array.data, checksum)
             if n_bytes_read < self._row_bytes:
                 raise OSError(f"it ends after {n_bytes_read} of {self._row_bytes} bytes")
-            if checksum != self._sums[client]:
+            if _checksum(row) != self._sums[client]:
                 raise OSError("wrong checksum")
         except OSError as error:
             raise RaysimError(
@@ -359,6 +362,14 @@ class ClientStateStore:
         )
         why = why_unwritable(self.dir.parent, error, fix)  # this one is made at the first write
         return RaysimError(f"{subject} cannot be written to {self.dir}: {why}")
+
+
+def _checksum(row: StoredState) -> int:
+    """Return the CRC-32 of a row, in the order of its names."""
+    checksum = 0
+    for array in row.values():
+        checksum = zlib.crc32(array.data, checksum)
+    return checksum
 
 
 def kinds_of(row: KeptState) -> Kinds:

@@ -71,10 +71,19 @@ class GpuStateStore(ClientStateStore):
 
     def pack(self) -> dict[str, Tensor]:
         """Write the new rows back, and return the content. See `ClientStateStore.pack`."""
+        self._write_back()
+        return super().pack()
+
+    def checksums(self) -> np.ndarray:
+        """Write the new rows back, and return the CRC-32 of all. See `ClientStateStore`."""
+        self._write_back()
+        return super().checksums()
+
+    def _write_back(self) -> None:
+        """Write the rows that are only on the GPU to the host."""
         for client in sorted(self._unwritten):
             row = self._on_gpu[client].items()
             super().put(
                 client, {k: v.cpu().numpy() if isinstance(v, Tensor) else v for k, v in row}
             )
             self._unwritten.remove(client)
-        return super().pack()
