@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,14 @@ class AgainstADict(RuleBasedStateMachine):
         client_store.check_rows(packed, self.home / "rows")
         self.store.unpack(packed, [slots(packed) for packed, *_ in self.kept])
         assert np.array_equal(self.store.cursors, cursors)
+
+    @rule()
+    def checksums(self) -> None:
+        """They are those of the rows, wherever these are."""
+        wanted = np.full(N, -1)
+        for client, arrays in self.expected.items():
+            wanted[client] = zlib.crc32(b"".join(arrays[key].tobytes() for key in sorted(arrays)))
+        assert np.array_equal(self.store.checksums(), wanted)
 
     @invariant()
     def agrees(self) -> None:

@@ -106,6 +106,7 @@ def test_a_finished_run_is_loaded_as_it_was_returned(config):
         raysim.load(done.run_id, tracking_uri=config["tracking"]["uri"]),
     ):
         assert torch.equal(loaded.parameters, done.parameters) and loaded.digest == done.digest
+        assert loaded.state_digest == done.state_digest != ""
         assert list(loaded.state_dict) == list(done.state_dict), "the net's order"
         assert all(
             torch.equal(loaded.state_dict[name], value) for name, value in done.state_dict.items()
@@ -118,17 +119,32 @@ def test_a_finished_run_is_loaded_as_it_was_returned(config):
         assert not loaded.stopped
 
 
+def test_the_state_digest_tells_of_models_that_the_digest_leaves_out(config):
+    done = [
+        raysim.run(
+            {**config, "algorithm": "local_only", "local": {"lr": lr}},
+            run_dir=f"{config['run_dir']}-{k}",
+        )
+        for k, lr in enumerate((0.1, 0.2, 0.1))
+    ]
+    assert len({result.digest for result in done}) == 1
+    assert done[0].state_digest == done[2].state_digest != done[1].state_digest
+
+
 def test_a_stopped_run_is_loaded_from_its_checkpoint_and_resumed(config):
     first = stopped(config)
     loaded = raysim.load(first.run_dir)
     assert loaded.rounds == first.rounds < 3 and "of 3" in loaded.stopped
+    assert loaded.state_digest == first.state_digest == ""
     assert torch.equal(loaded.parameters, first.parameters) and loaded.history == first.history
     assert all(
         torch.equal(loaded.state_dict[name], value) for name, value in first.state_dict.items()
     )
     whole = raysim.run({**config, "run_dir": config["run_dir"] + "-whole"})
     forked = raysim.fork(first.run_dir, {"run_dir": config["run_dir"] + "-fork"})
-    assert raysim.resume(first.run_dir).digest == whole.digest == forked.digest
+    resumed = raysim.resume(first.run_dir)
+    assert resumed.digest == whole.digest == forked.digest
+    assert resumed.state_digest == whole.state_digest == forked.state_digest
     assert forked.run_id != first.run_id
 
 

@@ -147,7 +147,7 @@ class ClientStateStore:
         """Return the CRC-32 of each client's row, int64 [N]; -1 for clients without one."""
         sums = np.where(self._slots >= 0, self._sums.astype(np.int64), -1)
         for client in self._places:
-            sums[client] = _checksum(self._in_memory(client))
+            sums[client] = checksum(self._in_memory(client))
         return sums
 
     def close(self, checkpoints: Iterable[np.ndarray] = ()) -> None:
@@ -302,7 +302,7 @@ class ClientStateStore:
         else:
             self._end += 1
         self._slots[client] = slot
-        self._sums[client] = _checksum(row)
+        self._sums[client] = checksum(row)
         self._unsynced = True
 
     def _from_disk(self, client: int) -> StoredState:
@@ -318,7 +318,7 @@ class ClientStateStore:
                     n_bytes_read += file.readinto(array.data)
             if n_bytes_read < self._row_bytes:
                 raise OSError(f"it ends after {n_bytes_read} of {self._row_bytes} bytes")
-            if _checksum(row) != self._sums[client]:
+            if checksum(row) != self._sums[client]:
                 raise OSError("wrong checksum")
         except OSError as error:
             raise RaysimError(
@@ -364,12 +364,16 @@ class ClientStateStore:
         return RaysimError(f"{subject} cannot be written to {self.dir}: {why}")
 
 
-def _checksum(row: StoredState) -> int:
-    """Return the CRC-32 of a row, in the order of its names."""
-    checksum = 0
+def checksum(row: StoredState) -> int:
+    """Return the CRC-32 of a row.
+
+    Args:
+        row: its arrays, sorted by name.
+    """
+    found = 0
     for array in row.values():
-        checksum = zlib.crc32(array.data, checksum)
-    return checksum
+        found = zlib.crc32(array.data, found)
+    return found
 
 
 def kinds_of(row: KeptState) -> Kinds:

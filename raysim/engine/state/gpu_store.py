@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from raysim.engine.state.client_store import ClientStateStore, kinds_of
+from raysim.engine.state.client_store import (
+    ClientStateStore,
+    StoredState,
+    checksum,
+    kinds_of,
+)
 from raysim.training.messages import KeptState
 
 
@@ -71,19 +76,20 @@ class GpuStateStore(ClientStateStore):
 
     def pack(self) -> dict[str, Tensor]:
         """Write the new rows back, and return the content. See `ClientStateStore.pack`."""
-        self._write_back()
+        for client in sorted(self._unwritten):
+            super().put(client, self._on_host(client))
+            self._unwritten.remove(client)
         return super().pack()
 
     def checksums(self) -> np.ndarray:
-        """Write the new rows back, and return the CRC-32 of all. See `ClientStateStore`."""
-        self._write_back()
-        return super().checksums()
+        """Return the CRC-32 of each client's row. See `ClientStateStore.checksums`."""
+        sums = super().checksums()
+        for client in self._unwritten:
+            sums[client] = checksum(dict(sorted(self._on_host(client).items())))
+        return sums
 
-    def _write_back(self) -> None:
-        """Write the rows that are only on the GPU to the host."""
-        for client in sorted(self._unwritten):
-            row = self._on_gpu[client].items()
-            super().put(
-                client, {k: v.cpu().numpy() if isinstance(v, Tensor) else v for k, v in row}
-            )
-            self._unwritten.remove(client)
+    def _on_host(self, client: int) -> StoredState:
+        """Return a copy of a row that is on the GPU."""
+        row = self._on_gpu[client].items()
+        arrays = {k: v.cpu().numpy() if isinstance(v, Tensor) else v for k, v in row}
+        return {k: np.asarray(array, order="C") for k, array in arrays.items()}
