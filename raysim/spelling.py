@@ -69,6 +69,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         most 40; "" if there is nothing to suggest.
     """
     known = sorted(map(str, known))
+    if str(word).partition(":")[0] in (*known, "name") and ":" in str(word):
+        return "; YAML wants a space after the colon, as in {name: VALUE}"
     common = COMMON_NAMES.get(str(word), "").rpartition(".")[2]
     near = [common] if common in known else []
     near = near or nearest_words(str(word), known)

@@ -100,6 +100,7 @@ def check(
 
 def _differences_of_row(row: Row, overrides: dict[str, Any]) -> list[str]:
     """Train a row again; return what contradicts it, [] if nothing does."""
+    from raysim.config.objects.python_objects import ObjectMissing
     from raysim.runs import recomputed
     from raysim.system.cpu_kind import cpu_kind, may_be_this_kind
 
@@ -110,6 +111,10 @@ def _differences_of_row(row: Row, overrides: dict[str, Any]) -> list[str]:
         )
         return []
     aside(f"{row.place} ({row.title}): training again; it took {row.seconds:.0f} s")
-    result = recomputed.recompute(row, overrides)
+    try:
+        result = recomputed.recompute(row, overrides)
+    except ObjectMissing as missing:
+        say(f"{row.place} ({row.title}): not trained again: {missing.reason}")
+        return []
     say(result.text)
     return [result.text] if result.is_comparable and not result.same else []

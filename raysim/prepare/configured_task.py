@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, cast
 
 from torch import nn
@@ -146,7 +147,21 @@ def _referenced_metric(reference: str, task: LearningTask, outputs: int) -> Task
             f"{METRICS_KEY}: '{reference}' is a lambda, which has no name for its values; define "
             "the function with def"
         )
+    _refuse_targets_first(reference, name, metric)
     return FunctionMetric(task, outputs, name, metric)
+
+
+def _refuse_targets_first(reference: str, name: str, function: Any) -> None:
+    """Refuse a function that takes targets first, as those of scikit-learn do."""
+    try:
+        first, second, *_ = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # fewer arguments, or none that can be read
+        return
+    if first.endswith("_true"):
+        raise ConfigError(
+            f"{METRICS_KEY}: '{reference}' takes ({first}, {second}), and a metric gets outputs "
+            f"before targets; write def my_{name}(outputs, y): return {name}(y, ...)"
+        )
 
 
 def _metric_of_task(name: str, task: LearningTask) -> type[TaskMetric]:

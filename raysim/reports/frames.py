@@ -78,7 +78,7 @@ def report(
         )
     if kind == "claims" and where:
         options["where"] = where
-    _check_options(kind, options)
+    options = _checked_options(kind, options)
     ledgers = [ledger] if isinstance(ledger, str | Path) else list(ledger or ())
     names = split_keys(runs) or ()
     if kind == "claims":
@@ -88,8 +88,12 @@ def report(
     return REPORT_KINDS[kind](source, partial(logger.warning, "%s"), **options).frame
 
 
-def _check_options(kind: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a kind of report lacks an option, or does not have one."""
+def _checked_options(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a kind of report, those of one text as such.
+
+    Raises:
+        ConfigError: the kind lacks an option, or does not have one, or it is no text.
+    """
     parameters = inspect.signature(REPORT_KINDS[kind]).parameters.values()
     known = [each for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
     names = [parameter.name for parameter in known]
@@ -99,11 +103,19 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
             common = ["uri", "ledger"] if kind == "claims" else ["uri", "ledger", "where"]
             hint = did_you_mean(name, [*names, *common])
             raise ConfigError(f"{name}: unknown option of report '{kind}'{hint}")
+    checked = dict(options)
     for parameter in known:
         if parameter.default is inspect.Parameter.empty and parameter.name not in options:
             raise ConfigError(
                 f"{parameter.name}: report '{kind}' requires this option; pass {parameter.name}=…"
             )
+        value = options.get(parameter.name)
+        if isinstance(value, Mapping) and len(value) == 1:
+            (value,) = _where_texts(value)
+            checked[parameter.name] = value
+        if parameter.annotation == "str | None" and not isinstance(value, str | None):
+            raise ConfigError(f"{parameter.name}: give one text (given: {value!r})")
+    return checked
 
 
 def _where_texts(where: str | Sequence[str] | Mapping[str, Any]) -> Sequence[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sklearn.metrics
 import torch
 from support.plain_fedavg import blobs, cut, fedavg, run
 from torch import Tensor, nn
@@ -133,6 +134,13 @@ def test_a_metric_reaches_workers():
 def test_what_is_no_metric_is_refused(function, message):
     with pytest.raises(RaysimError, match=message):
         run(net(), DATA, PARTS, evaluate={"metrics": [function]})
+
+
+def test_a_function_that_takes_targets_first_is_refused():
+    """Its value may be another one for swapped arguments, without an error."""
+    advice = r"^evaluate.metrics: .*\(y_true, y_pred\).*my_accuracy_score\(outputs, y\)"
+    with pytest.raises(ConfigError, match=advice):
+        run(net(), DATA, PARTS, evaluate={"metrics": [sklearn.metrics.accuracy_score]})
 
 
 class WithoutRows(TaskMetric):

@@ -105,6 +105,8 @@ def test_a_table_has_the_columns_that_were_asked_for(uri):
     one = raysim.report("table", "methods", uri=uri, where={"seed": 0}, ranks=True)
     assert list(one) == [*always, "rank", "mean_rank"] and one.best_std.isna().all()
     versus = raysim.report("table", "methods", uri=uri, compare_with="algorithm=a")
+    given = raysim.report("table", "methods", uri=uri, compare_with={"algorithm": "a"})
+    assert given.equals(versus)
     names = ["versus", "versus_low", "versus_high", "versus_p", "versus_seeds"]
     assert list(versus) == [*always, *names]
 
@@ -269,6 +271,7 @@ def test_claims(uri, tmp_path: Path):
         ("table", "methods", {"relative_to": "algorithm=a"}, "relative_to .--relative-to.: needs a target"),
         ("speedup", "methods", {"target": 0.5, "metric": "accuracy"}, "accuracy rises with the rounds"),
         ("speedup", "law", {"target": 0.1, "over": "algorithm.name"}, "--over"),
+        ("table", "methods", {"select_by": ["accuracy"]}, "select_by: give one text"),
         ("sweep", "methods", {}, "x: report 'sweep' requires this option"),
         ("claims", None, {}, "config: report 'claims' requires this option"),
         ("claims", None, {"where": "seed=0"}, "unknown option.*known: config, ledger, uri"),

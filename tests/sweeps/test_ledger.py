@@ -19,6 +19,7 @@ from support.sweeps import SMALL, trained_in_this_process
 
 import raysim
 from raysim.config import explain
+from raysim.config.objects.python_objects import ObjectMissing
 from raysim.errors import ConfigError
 from raysim.ledger import ledger_file, ledger_row
 from raysim.ledger.kept import kept_config, kept_history
@@ -492,6 +493,16 @@ def test_check_computes_rows_again(rows, raysim_):
     assert wrong.code == 1 and "another digest than with raysim" in wrong.out
     with pytest.raises(ConfigError, match="leave rounds=2 out"):
         recompute(rows[0], {"rounds": 2})
+
+
+def test_check_goes_on_after_a_row_whose_objects_are_not_there(rows, raysim_, monkeypatch):
+    def without(row, keys=None):
+        raise ObjectMissing("python:loss-0123456789ab", "task.name")
+
+    write_rows("rows.jsonl", rows)
+    monkeypatch.setattr("raysim.runs.recomputed.recompute", without)
+    said = raysim_("ledger", "check", "rows.jsonl", "--recompute", "2")
+    assert said.code == 0 and said.out.count("not trained again: task.name: 'python:loss-") == 2
 
 
 def test_check_chooses_rows_by_their_configuration(rows, raysim_):
