@@ -83,6 +83,10 @@ class ServerStateLost(RaysimError):
     """Loss of the central server, of a vector that it stores, or of an actor (`ActorDied`)."""
 
 
+class WorkersLost(RaysimError):
+    """Loss of all ClientActors, in place of which none has started in time."""
+
+
 def shortened(text: str) -> str:
     """Return a message with long words and lines cut in the middle and excess lines left out.
 

@@ -27,10 +27,10 @@ from raysim.distributed.cluster.versions import check_source_code, source_code
 from raysim.distributed.local_transport import LocalTransport
 from raysim.distributed.node_traffic import ClusterTopology
 from raysim.distributed.transport.actor_calls import Actor, Reference
-from raysim.distributed.waiting import POLL_INTERVAL_S, first_line
+from raysim.distributed.waiting import POLL_INTERVAL_S, PROGRESS_INTERVAL_S, first_line
 from raysim.engine.failure_policy import ActorDied, Decision, FailurePolicy, Work
 from raysim.engine.plan import Plan
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import ConfigError, WorkersLost
 from raysim.rules.uploads import sums
 from raysim.system import processes, startup_stages
 
@@ -315,22 +315,31 @@ class WorkerPool:
         New ClientActors start in place of failed ones and join when they are ready.
 
         Raises:
-            RaysimError: no worker is left and none starts in time, or Ray itself has failed.
+            WorkersLost: no worker is left and none starts in time.
+            RaysimError: Ray itself has failed.
         """
         if len(self.workers) < self.wanted:
             self._start_workers()
             self._await_workers()
         limit = self.supervisor.monitor.start_s
-        deadline = time.monotonic() + limit
+        began = last_line = time.monotonic()
         while not self.workers:
             self._start_workers()
             self._await_workers(POLL_INTERVAL_S, least=1)
             self.supervisor.monitor.check()
-            if time.monotonic() > deadline:
-                raise RaysimError(
+            now = time.monotonic()
+            if now - began > limit:
+                raise WorkersLost(
                     f"waited {limit:g} s for a new ClientActor to replace the last one, which "
-                    "failed. Check that the nodes have free memory and the resources of one actor"
+                    "failed. No node has room for one: a node is lost, or the others lack the "
+                    "memory or the resources of an actor. `raysim resume` continues the run"
                 )
+            if not self.workers and now - last_line >= PROGRESS_INTERVAL_S:
+                self.log(
+                    "no ClientActor is left; waiting for a node with room for one, "
+                    f"{now - began:.0f} of at most {limit:g} s"
+                )
+                last_line = now
         return self.workers
 
     def remove_worker(self, number: int, why: str, actor: Actor | None = None) -> None:

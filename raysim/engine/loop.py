@@ -38,7 +38,14 @@ from raysim.engine.round_clients import (
 from raysim.engine.state import checkpoint
 from raysim.engine.state.client_store import ClientStateStore, rows_folder
 from raysim.engine.state.run_state import RunState
-from raysim.errors import ClientError, ProbeError, RaysimError, ServerStateLost, round_name
+from raysim.errors import (
+    ClientError,
+    ProbeError,
+    RaysimError,
+    ServerStateLost,
+    WorkersLost,
+    round_name,
+)
 from raysim.randomness import generator
 from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import State, overridden
@@ -91,6 +98,8 @@ class Engine(Generic[ModelHandle]):
         """The reason for which `end_early` ended it; empty if nothing did."""
         self.last_evaluation: Record = {}
         """Metrics of the last parameters of a run that ends early, if its last round had none."""
+        self.first_records: dict[float, Record] = {}
+        """The records of rounds that a new server repeats, by round."""
         self.first_failure = ""
         """The first client that failed in this process, and why."""
         self.rows = rows_folder(run_dir, plan.config.client_state.dir)
@@ -164,7 +173,7 @@ class Engine(Generic[ModelHandle]):
                         f"{failure}; that was failure {failures} of the server since the last "
                         "completed round"
                     ) from None
-            except (Stopped, ClientError, ProbeError) as end:
+            except (Stopped, ClientError, ProbeError, WorkersLost) as end:
                 # A checkpoint needs the server in the state after `done` rounds. After other errors
                 # it may be ahead, see `evaluate_candidates`.
                 try:
@@ -182,12 +191,16 @@ class Engine(Generic[ModelHandle]):
         """Yield the records of rounds that are not repeated.
 
         Repeated rounds are no progress: a server that fails in the same round again and again must
-        reach the limit.
+        reach the limit. They keep their first records, which trackers have: times and the like are
+        others in the second.
         """
         for record in records:
             if record["round"] > self.last_reported:
                 self.last_reported = int(record["round"])
                 yield record
+            elif first := self.first_records.get(record["round"]):
+                record.clear()
+                record.update(first)
 
     def _train(self) -> Iterator[Record]:
         """Train the rounds that are still to be done; yield their records.
@@ -429,6 +442,7 @@ class Engine(Generic[ModelHandle]):
         if self.run_dir is not None:
             saved = checkpoint.read_latest(self.run_dir)
         recoveries = self.state.recoveries
+        self.first_records |= {record["round"]: record for record in self.history}
         self._reset()
         if saved is not None:
             self.restore(saved)

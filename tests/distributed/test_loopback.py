@@ -4,6 +4,7 @@ read, has two minutes to start, few processes, and is not in the process group o
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import subprocess
 import sys
@@ -225,3 +226,17 @@ def test_the_folder_is_left_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     loopback.check_temporary_folder()
     assert not list((tmp_path / "ray").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("call", "is_shown"),
+    [
+        ("ray::ClientActor.train()", False),
+        ("ray::NodeAggregator.add()", False),
+        ("ray::Mine.train()", True),
+    ],
+)
+def test_unread_results_of_abandoned_rounds_are_not_printed(call, is_shown):
+    text = f"Unhandled error (suppress with 'VARIABLE=1'): \x1b[36m{call}\x1b[39m (pid=1)\n  why"
+    record = logging.LogRecord("ray._private.worker", logging.ERROR, "", 0, text, (), None)
+    assert connection._is_read(record) is is_shown

@@ -19,10 +19,10 @@ from support.processes import SUPPORT, basic, client_of, each_step_once, run_in,
 from support.stopped_runs import checkpoint_rounds, stop_at
 
 import raysim
-from raysim.engine.inline_executor import Inline
+from raysim.engine.inline_executor import Inline, InlineRound
 from raysim.engine.loop import Engine
 from raysim.engine.state import checkpoint
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import ConfigError, RaysimError, ServerStateLost, WorkersLost
 from raysim.runs import result
 from raysim.runs.artifacts import written_files
 from raysim.runs.resume import resume
@@ -218,6 +218,42 @@ def on_a_full_disk(
     script = SUPPORT / "full_disk.py"
     code, output = Forked(script, what, first, *arguments, cwd=folder).ended()
     return code, output.rstrip().splitlines()
+
+
+def test_repeated_rounds_keep_the_records_that_were_reported(uri, tmp_path, monkeypatch):
+    """Those of a tracker, with the times of the first attempt."""
+    config = basic(tmp_path, uri) | {"rounds": 9, "checkpoint": {"every": 4}}
+    train, trained, reported = InlineRound.get, [], []
+
+    def lost_once(self: InlineRound) -> Any:
+        trained.append(self)
+        if len(trained) == 8:
+            raise ServerStateLost("the server's node is gone")
+        return train(self)
+
+    monkeypatch.setattr(InlineRound, "get", lost_once)
+    done = raysim.run(config, progress=lambda record: reported.append(dict(record)))
+    assert len(trained) == 8 + 5 and reported == done.history
+
+
+def test_what_is_done_is_saved_when_no_worker_is_left(uri, tmp_path, monkeypatch):
+    """Server and driver are there, so no round that they have done is lost."""
+    config = basic(tmp_path, uri) | {"rounds": 6, "checkpoint": {"every": 50}}
+    whole = raysim.run(config, run_dir=str(tmp_path / "whole"))
+    train, trained = InlineRound.get, []
+
+    def without_workers(self: InlineRound) -> Any:
+        trained.append(self)
+        if len(trained) > 3:
+            raise WorkersLost("waited 120 s for a new ClientActor")
+        return train(self)
+
+    monkeypatch.setattr(InlineRound, "get", without_workers)
+    with pytest.raises(WorkersLost, match="waited 120 s"):
+        raysim.run(config, run_dir=str(tmp_path / "part"))
+    monkeypatch.undo()
+    assert checkpoint_rounds(tmp_path / "part") == [3]
+    assert resume(tmp_path / "part").state_digest == whole.state_digest
 
 
 @pytest.mark.parametrize("what", ["checkpoints", "size"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -34,8 +35,17 @@ KNOCK_TIMEOUT_S = 20.0
 RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Environment variable: seconds after which Ray ends a driver without a head, 60 if unset."""
 
-DEATH_MESSAGES = ("Raylet is terminated", "has been marked dead")
-"""Parts of Ray's own messages about a node that died, one of which has the end of its log."""
+DEATH_MESSAGES = (
+    "Raylet is terminated",
+    "has been marked dead",
+    "A worker died or was killed while executing a task",
+)
+"""Parts of Ray's own messages about what died, one of which has the end of its log."""
+
+UNREAD_RESULT = re.compile(
+    r"Unhandled error .*ray::(ClientActor|ServerActor|EvalActor|NodeAggregator)\b", re.DOTALL
+)
+"""Ray's message about the failure of a call whose result nobody reads, as in an abandoned round."""
 
 SHUTDOWN_TIMEOUT_S = 30.0
 """Time limit for Ray to shut down, in seconds; it usually needs one or two."""
@@ -268,6 +278,7 @@ def knock(address: str, timeout_s: float) -> None:
 def _print_no_deaths() -> None:
     """Keep Ray from printing messages about nodes that died; raysim reports them itself."""
     worker = cast(Any, ray)._private.worker
+    worker.logger.addFilter(_is_read)
     print_lines = getattr(worker, "print_to_stdstream", None)
     if print_lines is None or print_lines.__module__ == __name__:  # it is replaced already
         return
@@ -277,6 +288,11 @@ def _print_no_deaths() -> None:
             print_lines(data, ignore_prefix)
 
     worker.print_to_stdstream = print_others
+
+
+def _is_read(record: logging.LogRecord) -> bool:
+    """Return whether a message of Ray's is no failure of an unread result of raysim's actors."""
+    return not UNREAD_RESULT.search(record.getMessage())
 
 
 def _compare(address: str) -> None:

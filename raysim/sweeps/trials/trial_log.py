@@ -106,7 +106,7 @@ class TrialLog:
     def _error(self, trial: Trial, died: bool) -> str:
         mistake = trial.folder / "error.txt"
         if died and not mistake.exists():  # Tune does not say how a process has ended
-            _write_error(trial, "its process died (out of memory?)")
+            _write_error(trial, "its process died, or its node (out of memory?)")
         if mistake.exists():
             return mistake.read_text().strip()
         return (
