@@ -78,7 +78,9 @@ def _name_contradictions(rows: Sequence[Row], say: Say) -> None:
     first: dict[tuple, Row] = {}
     for row in rows:
         other = first.setdefault((row.fingerprint, row.rounds, row.cpu), row)
-        if other.digest != row.digest:
+        both_have = other.state_digest and row.state_digest  # older rows have none
+        differ = both_have and other.state_digest != row.state_digest
+        if differ or other.digest != row.digest:
             say(
                 f"{other.place} and {row.place} have different digests for the same run on "
                 f"{row.cpu} ({row.title}); {_possible_cause(other, row)}. The first one counts"
@@ -177,7 +179,7 @@ def merge(
     with _locked(Path(out)) if Path(out).exists() else nullcontext():
         rows = read_rows(paths, say, missing)
         # Rows of one run from other kinds of CPU, or with other digests, are no copies.
-        kept = unique(rows, key=lambda row: (row.key, row.cpu, row.digest))
+        kept = unique(rows, key=lambda row: (row.key, row.cpu, row.digest, row.state_digest))
         try:
             files.write_file(Path(out).resolve(), "".join(as_line(row) + "\n" for row in kept))
         except OSError as error:

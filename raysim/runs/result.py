@@ -343,7 +343,8 @@ def digest_of_state(server: Mapping[str, Tensor], checksums: np.ndarray) -> str:
     whole = hashlib.sha256(checksums.tobytes())
     for name, tensor in sorted(server.items()):
         whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        whole.update(tensor.contiguous().numpy().tobytes())
+        content = tensor.contiguous().reshape(-1).view(torch.uint8)  # NumPy lacks bfloat16
+        whole.update(content.numpy().tobytes())
     return whole.hexdigest()
 
 

@@ -17,6 +17,7 @@ from support.sweeps import SMALL, trained_in_this_process
 
 import raysim
 from raysim.errors import ConfigError
+from raysim.runs.result import digest_of_state
 from raysim.sweeps import preparation, search_space
 from raysim.tracking.mlflow_client import MLFLOW_ENVIRONMENT
 
@@ -287,3 +288,21 @@ print(done.run_dir, done.digest, kept.digest, raysim.load(folder).digest)
     assert not Path(folder).exists() and not (tmp_path / "nothing.db").exists()
     assert not (tmp_path / "runs").exists() and not (tmp_path / "kept" / "spool.jsonl").exists()
     assert (tmp_path / "kept" / "history.csv").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64, torch.bool])
+def test_the_state_digest_takes_tensors_of_any_type(dtype):
+    sums = np.array([-1, 3])
+    digests = {
+        digest_of_state({"a": values}, sums)
+        for values in (
+            torch.tensor([1, 0], dtype=dtype),
+            torch.tensor([0, 1], dtype=dtype),
+            torch.tensor([[1, 0]], dtype=dtype),
+            torch.tensor(1, dtype=dtype),
+            torch.zeros(0, dtype=dtype),
+        )
+    }
+    assert len(digests) == 5
+    turned = torch.tensor([[1, 0], [1, 1]], dtype=dtype)
+    assert digest_of_state({"a": turned.T}, sums) == digest_of_state({"a": turned.T.clone()}, sums)

@@ -332,8 +332,9 @@ def test_rows_of_two_ledgers(rows):
     assert both.equals(raysim.report("table", ledger=LEDGER))
 
 
-def test_different_digests_of_one_run_are_named(rows):
-    other = Row(**{**vars(rows[0]), "digest": "0" * 64})
+@pytest.mark.parametrize("digest", ["digest", "state_digest"])
+def test_different_digests_of_one_run_are_named(digest, rows):
+    other = Row(**{**vars(rows[0]), digest: "0" * 64})
     elsewhere = Row(**{**vars(rows[1]), "digest": "0" * 64, "cpu": "another"})
     write_rows("other.jsonl", [other, elsewhere])
     said: list[str] = []
